@@ -1,0 +1,62 @@
+# Every target makes .venv by itself when it is missing or older than pyproject.toml and constraints.txt.
+#   PYTHON=...    the interpreter to make it with (python3.11 where there is one)
+#   WORKERS=...   test processes
+#   NO_VENV=1     use PYTHON as it stands, for example on a GPU machine without a network
+PYTHON ?= $(shell python3.11 -c 'import sys; print(sys.executable)' 2>/dev/null || command -v python3)
+WORKERS ?= 2
+
+ifdef NO_VENV
+PY := $(PYTHON)
+MOE_LC := $(PY) -m modeling_moe_lc.training.cli
+else
+PY := .venv/bin/python
+MOE_LC := .venv/bin/moe-lc
+VENV := .venv/.installed
+endif
+
+.NOTPARALLEL:
+.PHONY: help demo test gpu check lint wheel clean
+
+help:
+	@echo "make demo    train, save and run a small model on the CPU"
+	@echo "make test    all tests that need no GPU"
+	@echo "make gpu     the tests that need one"
+	@echo "make lint    ruff and mypy"
+	@echo "make check   lint, then test: what a change must pass"
+	@echo "make wheel   build dist/*.whl"
+	@echo "make clean   remove what was built; .venv stays"
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(PY) -m pip install --no-input --disable-pip-version-check -c constraints.txt -e '.[triton,train,peft,dev]'
+	touch $@
+
+demo: $(VENV)
+	$(MOE_LC) demo
+
+# One thread for each worker: on small shapes, threads of several workers only stand in each other's way.
+test: $(VENV)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not gpu" -n $(WORKERS)
+
+gpu: $(VENV)
+	$(PY) -m pytest -m gpu
+
+check: lint test
+
+# mypy follows neither __path__ nor an editable install, so it sees the side folders through a throw-away tree of links.
+TREE := build/typecheck
+lint: $(VENV)
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	rm -rf $(TREE) && mkdir -p $(TREE)/modeling_moe_lc
+	cd $(TREE)/modeling_moe_lc && ln -s $(foreach folder,modeling_moe_lc/* configuration kernels conversion training,../../../$(folder)) .
+	MYPYPATH=$(TREE) $(PY) -m mypy -p modeling_moe_lc
+
+# A stale build/lib would put deleted files into the wheel.
+wheel: $(VENV)
+	rm -rf build dist
+	$(PY) -m pip wheel --disable-pip-version-check --no-deps --no-build-isolation -w dist .
+
+clean:
+	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache *.egg-info
+	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +

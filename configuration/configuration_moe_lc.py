@@ -1,0 +1,187 @@
+"""Configuration of the text model. Field names are the released ones, so a released `config.json` reads without renaming."""
+
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers.configuration_utils import PreTrainedConfig
+
+from .checks import (
+    check_layers,
+    check_mla,
+    check_moe,
+    check_released_constants,
+    check_residuals,
+    check_router_balance,
+    check_sizes,
+    strict_errors_as_value_errors,
+)
+
+
+ROUTER_BALANCE_DEFAULTS = {"method": "quantile", "ema": 0.0, "bins": 1000, "eta": 1e-3, "high": 0.9, "low": 0.1}
+CHECKPOINT_LAYOUTS = ("kimi_k3", "kimi_linear")
+MLA_LATENT_NORM_EPS = 1e-6  # the released MLA builds its low-rank norms without an eps: not `rms_norm_eps`
+
+
+@strict_errors_as_value_errors
+@strict
+class MoeLcTextConfig(PreTrainedConfig):
+    r"""
+    Configuration of [`MoeLcTextModel`] and [`MoeLcForCausalLM`]: Kimi-K3, Kimi-Linear and everything between.
+
+    Every accepted field changes the graph; inconsistent values raise a `ValueError` that names the field. Sizes are
+    counts of channels, heads, experts or tokens.
+
+    Args:
+        linear_attn_config (`dict`, *optional*):
+            Kimi Delta Attention: `num_heads`, `head_dim`, `short_conv_kernel_size`, `use_full_rank_gate`,
+            `gate_lower_bound` (None: softplus gate) and the 1-based lists `kda_layers` and `full_attn_layers`, which
+            together name every layer once. Without lists every fourth layer and the last are full attention.
+        layer_types (`list[str]`, *optional*):
+            Derived, 0-based: `"linear_attention"` (KDA) or `"full_attention"` (MLA) for every layer.
+        attn_res_block_size (`int`, *optional*):
+            Decoder layers per block of the Block Attention Residuals; None: ordinary residual connections.
+        hidden_act (`str`): `"situ"` (SiTU-GLU) or `"silu"` (SwiGLU), in dense, shared and routed MLPs.
+        activation_situ_beta (`float`, *optional*): cap of the gate branch of SiTU; None means 1.0.
+        activation_situ_linear_beta (`float`, *optional*): cap of the up branch of SiTU; None leaves it as it is.
+        routed_expert_hidden_size (`int`, *optional*): width of the latent of LatentMoE; None: experts in full width.
+        latent_moe_use_norm (`bool`): RMSNorm between the sum of the experts and the up projection of the latent.
+        q_lora_rank (`int`, *optional*): rank of the query projection of MLA; None: one full projection.
+        mla_use_output_gate (`bool`): sigmoid gate on the output of MLA.
+        router_balance (`dict`, *optional*):
+            `method` (`"quantile"`, `"load_quantile"`, `"sign"`, `"none"`), `ema` (0 to 1, or `"auto"`), `bins`, `eta`,
+            `high`, `low`; missing keys take their defaults.
+        kda_implementation (`str`, *optional*):
+            `"auto"`, `"triton"`, `"reference"` or a name registered with `KDAInterface`; None: follows
+            `attn_implementation`.
+        loss_chunk_size (`int`, *optional*):
+            Tokens per chunk of the training loss, so that the logits of a long sequence never exist at once (then
+            `logits` is None in training with labels). None: ordinary logits.
+        checkpoint_layout (`str`): `"kimi_k3"` or `"kimi_linear"`: shapes and dtypes that `save_pretrained` writes.
+    """
+
+    model_type = "moe_lc_text"
+    base_config_key = "text_config"
+    keys_to_ignore_at_inference = ["past_key_values"]
+    attribute_map = {
+        "num_local_experts": "num_experts",
+        "num_experts_per_tok": "num_experts_per_token",
+        "n_shared_experts": "num_shared_experts",
+        "n_group": "num_expert_group",
+        "norm_topk_prob": "moe_renormalize",
+        "model_max_length": "max_position_embeddings",
+    }
+
+    vocab_size: int = 163840
+    hidden_size: int = 2304
+    num_hidden_layers: int = 27
+    intermediate_size: int = 9216
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    linear_attn_config: dict | None = None
+    layer_types: list[str] | None = None
+
+    attn_res_block_size: int | None = None
+    rms_norm_eps: float = 1e-5
+    initializer_range: float = 0.02
+    max_position_embeddings: int = 1048576
+
+    hidden_act: str = "silu"
+    activation_situ_beta: float | int | None = None
+    activation_situ_linear_beta: float | int | None = None
+
+    q_lora_rank: int | None = None
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    mla_use_nope: bool = True
+    mla_use_output_gate: bool = False
+
+    first_k_dense_replace: int = 1
+    moe_layer_freq: int = 1
+    num_experts: int = 256
+    num_experts_per_token: int = 8
+    num_shared_experts: int | None = 1
+    moe_intermediate_size: int = 1024
+    routed_expert_hidden_size: int | None = None
+    latent_moe_use_norm: bool = False
+    moe_router_activation_func: str = "sigmoid"
+    moe_renormalize: bool = True
+    routed_scaling_factor: float | int = 1.0
+    topk_method: str = "noaux_tc"
+    use_grouped_topk: bool = True
+    num_expert_group: int = 1
+    topk_group: int = 1
+    num_nextn_predict_layers: int = 0
+    output_router_logits: bool = False
+
+    use_cache: bool = True
+    tie_word_embeddings: bool = False
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    router_balance: dict | None = None
+    kda_implementation: str | None = None
+    loss_chunk_size: int | None = None
+    checkpoint_layout: str = "kimi_k3"
+
+    def __post_init__(self, **kwargs):
+        check_released_constants(self, kwargs)
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        check_sizes(self)
+        self.linear_attn_config, self.layer_types = check_layers(self)
+        check_residuals(self)
+        check_mla(self)
+        check_moe(self)
+        self.router_balance = check_router_balance(self, ROUTER_BALANCE_DEFAULTS)
+        if self.checkpoint_layout not in CHECKPOINT_LAYOUTS:
+            raise ValueError(
+                f"checkpoint_layout: expected one of {CHECKPOINT_LAYOUTS}, got {self.checkpoint_layout!r}"
+            )
+        super().__post_init__(**kwargs)
+
+    @classmethod
+    def get_config_dict(cls, pretrained_model_name_or_path, **kwargs) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Reads a `config.json`; that of a released checkpoint becomes one of ours: the text part, and its layout."""
+        config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        return released_text_config(config_dict), kwargs
+
+    @property
+    def glu_caps(self) -> tuple[float | None, float | None]:
+        """`(beta, linear_beta)` of the gated activation, None where a branch is not capped: SwiGLU caps neither."""
+        if self.hidden_act == "silu":
+            return None, None
+        beta = 1.0 if self.activation_situ_beta is None else self.activation_situ_beta
+        return beta, self.activation_situ_linear_beta
+
+    @property
+    def expert_hidden_size(self) -> int:
+        """Width that the routed experts read and write."""
+        return self.routed_expert_hidden_size or self.hidden_size
+
+    @property
+    def shared_intermediate_size(self) -> int:
+        """Width of the one MLP that stands for all shared experts; 0 when there is none."""
+        return self.moe_intermediate_size * (self.num_shared_experts or 0)
+
+    def is_sparse_layer(self, layer_idx: int) -> bool:
+        """Whether layer `layer_idx` (0-based) routes to experts; the others have a dense MLP."""
+        return layer_idx >= self.first_k_dense_replace and layer_idx % self.moe_layer_freq == 0
+
+
+def released_text_config(config_dict: dict[str, Any]) -> dict[str, Any]:
+    """The text fields of a config dict in our model type; a K3 one is nested, a Kimi-Linear one flat."""
+    if isinstance(config_dict.get("text_config"), dict):
+        text = {"checkpoint_layout": "kimi_k3", **config_dict["text_config"]}
+        if "dtype" not in text and "dtype" in config_dict:
+            text["dtype"] = config_dict["dtype"]
+    elif config_dict.get("model_type") == "kimi_linear":
+        text = {"checkpoint_layout": "kimi_linear", **config_dict}
+    else:
+        return config_dict
+    text.pop("auto_map", None)  # names the released remote code, which these classes replace
+    text["model_type"] = MoeLcTextConfig.model_type
+    text["architectures"] = ["MoeLcForCausalLM"]
+    return text

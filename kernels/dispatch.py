@@ -1,0 +1,49 @@
+"""Which implementation of an operator runs, and in which precision."""
+
+import functools
+import os
+from collections.abc import Callable
+
+import torch
+
+
+IMPLEMENTATIONS = ("auto", "triton", "reference")
+
+
+def choose(impl: str, tensor: torch.Tensor, *, triton: bool) -> str:
+    """Return "triton" or "reference" for the caller's `impl`.
+
+    "auto" takes Triton when the operator has it (`triton=True`) and `tensor` is on CUDA. An explicit "triton" never
+    falls back: ValueError says why it cannot run. On a CPU it runs under Triton's interpreter (TRITON_INTERPRET=1).
+    """
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl: expected one of {IMPLEMENTATIONS}, got {impl!r}")
+    if impl == "auto":
+        return "triton" if triton and tensor.is_cuda else "reference"
+    if impl == "triton" and not triton:
+        raise ValueError("impl: 'triton' was asked for, but this operator has no Triton kernel yet")
+    if impl == "triton" and not tensor.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            f"impl: 'triton' needs a CUDA tensor or TRITON_INTERPRET=1 in the environment, got a tensor on {tensor.device}"
+        )
+    return impl
+
+
+def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The precision a reference computes in: float64 for float64 inputs, float32 for all others."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def without_autocast(fn: Callable) -> Callable:
+    """Run `fn` with autocast off on the device of its first argument, a tensor or a list of tensors.
+
+    Under autocast a matmul of two float32 tensors runs in bfloat16: a reference that computes "in FP32" would not.
+    """
+
+    @functools.wraps(fn)
+    def wrapped(first, *args, **kwargs):
+        tensor = first[0] if isinstance(first, (list, tuple)) else first
+        with torch.autocast(tensor.device.type, enabled=False):
+            return fn(first, *args, **kwargs)
+
+    return wrapped

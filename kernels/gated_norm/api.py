@@ -1,0 +1,34 @@
+"""Gated RMSNorm, the norm of KDA's output: the public function."""
+
+import torch
+
+from ..checks import check_floating, check_shape
+from ..dispatch import choose
+from . import reference
+
+
+def gated_rms_norm(
+    o: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, *, impl: str = "auto"
+) -> torch.Tensor:
+    """RMSNorm(o) * weight * sigmoid(gate) over the last dimension (Kimi Linear technical report, KDA output gate).
+
+    Args:
+        o: [..., V] any floating dtype.
+        gate: [..., V] the shape of `o`, before the sigmoid.
+        weight: [V], shared by all rows (in KDA: by all heads).
+        eps: added to the mean of squares.
+        impl: "auto", "triton" or "reference".
+
+    Returns:
+        [..., V] in the dtype of `o`, computed in FP32 (FP64 when `o` is FP64) and rounded once at the end.
+
+    Raises:
+        ValueError: a shape or dtype that does not fit, or an implementation that cannot run here.
+    """
+    check_shape("weight", weight, "V", {"V": o.shape[-1]} if o.ndim else {})
+    if gate.shape != o.shape:
+        raise ValueError(f"gate: expected the shape of o, {list(o.shape)}, got {list(gate.shape)}")
+    for name, tensor in (("o", o), ("gate", gate), ("weight", weight)):
+        check_floating(name, tensor)
+    choose(impl, o, triton=False)
+    return reference.gated_rms_norm(o, gate, weight, eps)

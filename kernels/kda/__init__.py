@@ -1,0 +1,4 @@
+from .api import kda, kda_step
+
+
+__all__ = ["kda", "kda_step"]

@@ -1,0 +1,6 @@
+"""Multi-head latent attention over the latent cache."""
+
+from .api import mla_decode
+
+
+__all__ = ["mla_decode"]

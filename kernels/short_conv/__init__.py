@@ -1,0 +1,4 @@
+from .api import short_conv
+
+
+__all__ = ["short_conv"]

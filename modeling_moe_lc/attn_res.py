@@ -1,0 +1,33 @@
+"""Block Attention Residuals: every sublayer reads a learned softmax mix over depth instead of a residual stream."""
+
+import torch
+from torch import nn
+
+from .backends import operator_impl
+from .kernels.attn_res import attn_res
+
+
+class AttnRes(nn.Module):
+    """One site: mixes the finished blocks and the running sum of the current one, per token.
+
+    The pseudo-query starts at zero, so that a site starts as the plain mean of its sources.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.query = nn.Parameter(torch.zeros(1, config.hidden_size))
+        self.key_norm = nn.Parameter(torch.ones(config.hidden_size))
+
+    def forward(self, blocks: tuple[torch.Tensor, ...], partial: torch.Tensor) -> torch.Tensor:
+        if not blocks:
+            return partial
+        impl = operator_impl(self.config)
+        return attn_res(blocks, partial, self.query[0], self.key_norm, self.config.rms_norm_eps, impl=impl)  # [B, T, D]
+
+
+class OrdinaryResidual(nn.Module):
+    """The site of a model without attention residuals: the residual stream itself."""
+
+    def forward(self, blocks: tuple[torch.Tensor, ...], partial: torch.Tensor) -> torch.Tensor:
+        return partial

@@ -1,0 +1,23 @@
+"""Recurrent state in transformers' stock caches, the same way in every supported version.
+
+A KDA layer keeps two tensors: the last inputs of its convolutions `[B, 3 * H * K, W - 1]` (q, k and v side by side) and
+its FP32 state `[B, H, K, V]`. Both live at fixed addresses, so that decoding can be captured in a CUDA graph.
+"""
+
+import torch
+
+
+def read_linear_state(cache, layer_idx: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The convolution inputs and the recurrent state of a layer, `(None, None)` before the first token."""
+    if cache is None or not cache.has_previous_state(layer_idx):
+        return None, None
+    layer = cache.layers[layer_idx]
+    return layer.conv_states[0], layer.recurrent_states[0]
+
+
+def write_linear_state(cache, layer_idx: int, conv: torch.Tensor, state: torch.Tensor) -> None:
+    """Stores both in place; a `state` that already is the cached tensor is not copied."""
+    cache.update_conv_state(conv, layer_idx, conv_kernel_size=conv.shape[-1])
+    layer = cache.layers[layer_idx]
+    if state is not layer.recurrent_states[0]:
+        cache.update_recurrent_state(state, layer_idx)

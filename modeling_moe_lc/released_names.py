@@ -1,0 +1,157 @@
+"""Released tensor names, shapes and dtypes on disk, ours in memory: transformers' conversion mapping, both ways.
+
+Most names are the same. What differs: experts are one tensor per layer in memory; gate and up of an MLP are one matrix; the
+parameters that stay in FP32 live in submodules; an AttnRes site is one module. Which shapes and dtypes are written is
+`config.checkpoint_layout`; every released shape is read, whatever the layout.
+"""
+
+import torch
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+)
+
+
+A_LOG_PADDING = 128  # K3 stores A_log padded with zeros to a multiple of this
+
+
+class DropPrefix(WeightRenaming):
+    """Strips a prefix while reading, and does not put it back while saving: `MoeLcForCausalLM` writes `model.*`."""
+
+    __slots__ = ()
+
+    def __init__(self, prefix: str):
+        super().__init__(rf"^{prefix}\.(.+)", r"\1")
+
+    def reverse_transform(self) -> WeightRenaming:
+        return WeightRenaming(r"^$", r"^$")
+
+
+class _ReadReleased(ConversionOps):
+    """Reads one tensor in any released form; `reverse_op` writes the form of `config.checkpoint_layout`."""
+
+    writer: type["_WriteReleased"]
+
+    def convert(self, input_dict, source_patterns, target_patterns, config=None, **kwargs):
+        (tensors,) = input_dict.values()
+        tensor = tensors[0] if isinstance(tensors, list) else tensors
+        return {target_patterns[0]: self.read(tensor, config, source_patterns[0])}
+
+    def read(self, tensor: torch.Tensor, config, name: str) -> torch.Tensor:
+        return tensor
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return self.writer()
+
+
+class _WriteReleased(ConversionOps):
+    reader: type[_ReadReleased]
+
+    def convert(self, input_dict, source_patterns, target_patterns, config=None, **kwargs):
+        (tensors,) = input_dict.values()
+        tensor = tensors[0] if isinstance(tensors, list) else tensors
+        return {target_patterns[0]: self.write(tensor, config)}
+
+    def write(self, tensor: torch.Tensor, config) -> torch.Tensor:
+        return in_released_dtype(tensor, config)
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return self.reader()
+
+
+def in_released_dtype(tensor: torch.Tensor, config) -> torch.Tensor:
+    """BF16 where the Kimi-Linear layout has BF16 and no bit is lost, else as it is."""
+    if config.checkpoint_layout == "kimi_linear":
+        narrow = tensor.to(torch.bfloat16)
+        if torch.equal(narrow.to(tensor.dtype), tensor):
+            return narrow
+    return tensor.contiguous()
+
+
+class ReadVector(_ReadReleased):
+    """FP32 in K3, BF16 in Kimi-Linear: the weight of `o_norm`, the bias of the router."""
+
+
+class WriteVector(_WriteReleased):
+    reader = ReadVector
+
+
+class ReadALog(_ReadReleased):
+    """`[H]`, `[H]` padded with zeros, or `[1, 1, H, 1]` -> `[H]`."""
+
+    def read(self, tensor: torch.Tensor, config, name: str) -> torch.Tensor:
+        heads, flat = config.linear_attn_config["num_heads"], tensor.flatten()
+        if flat.numel() < heads or flat[heads:].any():
+            raise ValueError(f"{name}: expected {heads} values and zeros after them, got shape {list(tensor.shape)}")
+        return flat[:heads].contiguous()
+
+
+class WriteALog(_WriteReleased):
+    reader = ReadALog
+
+    def write(self, tensor: torch.Tensor, config) -> torch.Tensor:
+        if config.checkpoint_layout == "kimi_linear":
+            return tensor.view(1, 1, -1, 1).contiguous()
+        return torch.nn.functional.pad(tensor, (0, -tensor.numel() % A_LOG_PADDING))
+
+
+class ReadConv(_ReadReleased):
+    """`[C, W]` or `[C, 1, W]` -> `[C, 1, W]`."""
+
+    def read(self, tensor: torch.Tensor, config, name: str) -> torch.Tensor:
+        width = config.linear_attn_config["short_conv_kernel_size"]
+        if tensor.dim() not in (2, 3) or tensor.shape[-1] != width or tensor.numel() != tensor.shape[0] * width:
+            raise ValueError(f"{name}: expected [C, 1, {width}] or [C, {width}], got {list(tensor.shape)}")
+        return tensor.reshape(-1, 1, width)
+
+
+class WriteConv(_WriteReleased):
+    reader = ReadConv
+
+
+ReadVector.writer, ReadALog.writer, ReadConv.writer = WriteVector, WriteALog, WriteConv
+
+
+def released_mapping() -> list[WeightRenaming | WeightConverter]:
+    """(released, ours) for every name that differs, in the order in which they are applied while reading."""
+    return [
+        DropPrefix("language_model"),
+        WeightRenaming(r"self_attn\.dt_bias", r"self_attn.decay.dt_bias"),
+        WeightRenaming(r"_attention_res_proj\.weight", r"_attention_res.query"),
+        WeightRenaming(r"_attention_res_norm\.weight", r"_attention_res.key_norm"),
+        WeightRenaming(r"mlp_res_proj\.weight", r"mlp_res.query"),
+        WeightRenaming(r"mlp_res_norm\.weight", r"mlp_res.key_norm"),
+        WeightRenaming(r"output_attn_res_proj\.weight", r"output_attn_res.query"),
+        WeightRenaming(r"output_attn_res_norm\.weight", r"output_attn_res.key_norm"),
+        WeightConverter("self_attn.A_log", "self_attn.decay.A_log", [ReadALog()]),
+        WeightConverter("q_conv1d.weight", "q_conv1d.weight", [ReadConv()]),
+        WeightConverter("k_conv1d.weight", "k_conv1d.weight", [ReadConv()]),
+        WeightConverter("v_conv1d.weight", "v_conv1d.weight", [ReadConv()]),
+        WeightConverter("o_norm.weight", "o_norm.weight", [ReadVector()]),
+        WeightConverter("e_score_correction_bias", "e_score_correction_bias", [ReadVector()]),
+        WeightConverter(
+            ["mlp.gate_proj.weight", "mlp.up_proj.weight"], "mlp.gate_up_proj.weight", [Concatenate(dim=0)]
+        ),
+        WeightConverter(
+            ["shared_experts.gate_proj.weight", "shared_experts.up_proj.weight"],
+            "shared_experts.gate_up_proj.weight",
+            [Concatenate(dim=0)],
+        ),
+        WeightConverter(
+            ["experts.*.w1.weight", "experts.*.w3.weight"],
+            "experts.gate_up_proj",
+            [MergeModulelist(dim=0), Concatenate(dim=1)],
+        ),
+        WeightConverter("experts.*.w2.weight", "experts.down_proj", [MergeModulelist(dim=0)]),
+    ]
+
+
+def register_released_names(model_type: str) -> None:
+    """Makes `from_pretrained` and `save_pretrained` of `model_type` use the released names. Safe to call twice."""
+    register_checkpoint_conversion_mapping(model_type, released_mapping(), overwrite=True)

@@ -1,0 +1,62 @@
+"""The command `moe-lc`: one sub-command per module, imported only when it is chosen."""
+
+import argparse
+import importlib
+import sys
+import traceback
+
+
+PACKAGE = __package__.rpartition(".")[0]
+
+# name: (module with add_arguments(parser) and run(args), what it does)
+COMMANDS = {
+    "demo": (
+        f"{PACKAGE}.training.demo",
+        "train a small model from scratch on this Python's standard library, on a CPU",
+    ),
+    "count": (f"{PACKAGE}.conversion.count", "count parameters, cache bytes and FLOPs of a preset"),
+    "export-remote-code": (
+        f"{PACKAGE}.conversion.export_remote_code",
+        "write model files that load with trust_remote_code, without this package",
+    ),
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The top-level parser: a command, and whatever that command's own parser will read."""
+    listing = "\n".join(f"  {name:20} {help_text}" for name, (_, help_text) in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="moe-lc",
+        description="Long-context sparse models: train, count, export.",
+        epilog=f"commands:\n{listing}\n\n`moe-lc COMMAND --help` says more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of the commands below")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the command")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command and returns its exit code. A ValueError that this package raised is the user's to mend: it is
+    printed without a traceback, with exit code 2."""
+    chosen = build_parser().parse_args(argv)
+    module_name, help_text = COMMANDS[chosen.command]
+    module = importlib.import_module(module_name)
+    parser = argparse.ArgumentParser(prog=f"moe-lc {chosen.command}", description=help_text)
+    module.add_arguments(parser)
+    args = parser.parse_args(chosen.arguments)
+    try:
+        return module.run(args) or 0
+    except ValueError as error:
+        frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if frames[-1].partition(".")[0] != PACKAGE:
+            raise
+        print(f"moe-lc: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("moe-lc: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

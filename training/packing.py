@@ -1,0 +1,119 @@
+"""Packing: several documents behind one another in one sequence, with their borders."""
+
+import bisect
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+IGNORED = -100  # the label that transformers' losses skip
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Documents in one sequence. Document i is `input_ids[cu_seqlens[i]:cu_seqlens[i + 1]]`; `cu_seqlens` starts at 0
+    and ends at the number of tokens. There is no padding: a pack may be shorter than the length it was packed for."""
+
+    input_ids: list[int]
+    cu_seqlens: list[int]
+
+
+def split_document(document: Sequence[int], length: int, prefix: Sequence[int] = ()) -> list[list[int]]:
+    """Cuts a document into pieces of at most `length` tokens, all full except the last one. Every piece after the
+    first starts with `prefix` (say, the bos token), so that its first real token has something to be predicted from.
+
+    Raises ValueError if `length` leaves no room after the prefix, or if the document is empty.
+    """
+    if length <= len(prefix):
+        raise ValueError(f"length: expected more than the {len(prefix)} tokens of the prefix, got {length}")
+    if not document:
+        raise ValueError("document: expected at least one token, got none")
+    pieces = [list(document[:length])]
+    step = length - len(prefix)
+    for start in range(length, len(document), step):
+        pieces.append([*prefix, *document[start : start + step]])
+    return pieces
+
+
+def pack(documents: Sequence[Sequence[int]], length: int, prefix: Sequence[int] = ()) -> list[Pack]:
+    """Packs documents into sequences of at most `length` tokens by best-fit decreasing: from the longest document to
+    the shortest, each goes to the pack that it fills best, ties to the earliest. Deterministic, O(n log n) searches.
+
+    A document that fits into `length` is never split; a longer one is cut by `split_document` first.
+    Raises ValueError as `split_document` does.
+    """
+    pieces = [piece for document in documents for piece in split_document(document, length, prefix)]
+    packs: list[list[list[int]]] = []
+    open_packs: list[tuple[int, int]] = []  # (free tokens, index), ascending
+    for piece in sorted(pieces, key=len, reverse=True):
+        place = bisect.bisect_left(open_packs, (len(piece), -1))
+        if place == len(open_packs):
+            free, index = length, len(packs)
+            packs.append([])
+        else:
+            free, index = open_packs.pop(place)
+        packs[index].append(piece)
+        if free > len(piece):
+            bisect.insort(open_packs, (free - len(piece), index))
+    return [_join(pieces) for pieces in packs]
+
+
+def _join(documents: list[list[int]]) -> Pack:
+    input_ids: list[int] = []
+    cu_seqlens = [0]
+    for document in documents:
+        input_ids += document
+        cu_seqlens.append(len(input_ids))
+    return Pack(input_ids, cu_seqlens)
+
+
+def count_tokens(packs: Sequence[Pack]) -> int:
+    """Tokens in all the packs."""
+    return sum(len(pack.input_ids) for pack in packs)
+
+
+def collate(packs: Sequence[Pack]) -> dict[str, torch.Tensor]:
+    """Model inputs for packs behind one another in a batch of one row of N tokens and D documents.
+
+    Returns `input_ids`, `labels`, `position_ids` (int64 [1, N]) and `cu_seq_lens_q` (int32 [D + 1]). The label of each
+    document's first token is -100: the model shifts labels by one, so nothing is predicted across a border.
+    """
+    input_ids = torch.tensor([token for pack in packs for token in pack.input_ids])
+    lengths = torch.tensor([end - start for pack in packs for start, end in itertools.pairwise(pack.cu_seqlens)])
+    borders = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    labels = input_ids.clone()
+    labels[borders[:-1]] = IGNORED
+    position_ids = torch.arange(len(input_ids)) - borders[:-1].repeat_interleave(lengths)
+    return {
+        "input_ids": input_ids[None],
+        "labels": labels[None],
+        "position_ids": position_ids[None],
+        "cu_seq_lens_q": borders.int(),
+    }
+
+
+class PackedBatches:
+    """A fixed function from a step number to a batch: `batches[step]` is the same list of packs in every run, so the
+    data position of a checkpoint is one integer.
+
+    Each pass over `packs` is shuffled anew from `seed` and the number of the pass; a batch may span two passes.
+    """
+
+    def __init__(self, packs: Sequence[Pack], packs_per_batch: int, seed: int):
+        if not packs:
+            raise ValueError("packs: expected at least one pack, got none")
+        self.packs, self.packs_per_batch, self.seed = packs, packs_per_batch, seed
+
+    def __getitem__(self, step: int) -> list[Pack]:
+        first = step * self.packs_per_batch
+        orders: dict[int, list[int]] = {}
+        batch = []
+        for slot in range(first, first + self.packs_per_batch):
+            epoch, place = divmod(slot, len(self.packs))
+            if epoch not in orders:
+                generator = torch.Generator().manual_seed((self.seed << 20) + epoch)
+                orders[epoch] = torch.randperm(len(self.packs), generator=generator).tolist()
+            batch.append(self.packs[orders[epoch][place]])
+        return batch

@@ -1,0 +1,101 @@
+"""What a run is going to do: its settings, kept beside it, and the steps that fit into the time."""
+
+import argparse
+import dataclasses
+import json
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import nn
+
+from .checkpoint import checkpoints
+from .packing import PackedBatches, collate
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Everything that decides the numbers of a run. `lengths` and `steps` have one entry per stage."""
+
+    corpus: str
+    held_out_share: float
+    preset: str
+    balance: str
+    seed: int
+    lengths: list[int]
+    steps: list[int] | None
+    tokens_per_step: int
+    learning_rate: float
+    warmup: int
+
+    def __post_init__(self):
+        if self.lengths != sorted(set(self.lengths)) or self.tokens_per_step % self.lengths[-1]:
+            raise ValueError(
+                f"lengths: expected ascending lengths, the last of which divides tokens-per-step = {self.tokens_per_step}, "
+                f"got {self.lengths}"
+            )
+        if self.steps is not None and (len(self.steps) != len(self.lengths) or min(self.steps) < 1):
+            raise ValueError(f"steps: expected a positive number for each length in {self.lengths}, got {self.steps}")
+
+    def command(self) -> str:
+        """The command that repeats the run exactly."""
+        words = ["moe-lc demo"]
+        for name, value in dataclasses.asdict(self).items():
+            words.append(
+                f"--{name.replace('_', '-')} {' '.join(map(str, value if isinstance(value, list) else [value]))}"
+            )
+        return " ".join(words)
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """The settings in the command line; `--steps` left out takes the steps of the run that is already in `args.out`.
+
+    Raises ValueError if that folder holds a run with other settings.
+    """
+    fields = {field.name: getattr(args, field.name) for field in dataclasses.fields(Settings)}
+    settings = Settings(**{**fields, "corpus": str(args.corpus)})
+    file = args.out / "settings.json"
+    if not file.exists() or not checkpoints(args.out):
+        return settings
+    known = Settings(**json.loads(file.read_text()))
+    if settings.steps is None:
+        settings = dataclasses.replace(settings, steps=known.steps)
+    different = [name for name, value in dataclasses.asdict(known).items() if getattr(settings, name) != value]
+    if different:
+        raise ValueError(
+            f"{args.out} holds another run: expected "
+            + ", ".join(f"{name} = {getattr(known, name)}" for name in different)
+            + ", got "
+            + ", ".join(f"{getattr(settings, name)}" for name in different)
+            + "; give the same arguments to go on, or --restart, or another --out"
+        )
+    return settings
+
+
+def remove_run(folder: Path) -> None:
+    """Deletes a run's folder. Raises ValueError if there is something in it that is not a run."""
+    if folder.exists() and any(folder.iterdir()) and not (folder / "settings.json").exists():
+        raise ValueError(
+            f"--restart: expected a run in {folder}, got a folder without settings.json; delete it yourself"
+        )
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def fitting_steps(
+    model: nn.Module, batches: Sequence[PackedBatches], steps: Sequence[int], seconds: float
+) -> list[int]:
+    """`steps` of each stage, all scaled down by one factor where this machine would need more than `seconds`.
+
+    Measures one forward and backward per stage, in evaluation mode, so that the routers count nothing.
+    """
+    model.eval()
+    needed = 0.0
+    for stage, count in zip(batches, steps, strict=True):
+        inputs = collate(stage[0])
+        begun = time.monotonic()
+        model(**inputs, use_cache=False).loss.backward()
+        needed += count * (time.monotonic() - begun)
+        model.zero_grad()
+    factor = min(1.0, max(seconds, 0.0) / needed)
+    return [max(1, int(count * factor)) for count in steps]
