@@ -43,13 +43,17 @@ gpu: $(VENV)
 
 check: lint test
 
-# mypy follows neither __path__ nor an editable install, so it sees the side folders through a throw-away tree of links.
+# mypy follows neither __path__ nor an editable install, so it sees the installed layout as a throw-away tree of links; of
+# files, since it takes a folder presets/ for a package and then misses presets.py beside it.
 TREE := build/typecheck
 lint: $(VENV)
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
-	rm -rf $(TREE) && mkdir -p $(TREE)/modeling_moe_lc
-	cd $(TREE)/modeling_moe_lc && ln -s $(foreach folder,modeling_moe_lc/* configuration kernels conversion training,../../../$(folder)) .
+	rm -rf $(TREE)
+	for file in $$(find modeling_moe_lc configuration kernels conversion training -name '*.py'); do \
+	    link=$(TREE)/modeling_moe_lc/$${file#modeling_moe_lc/}; \
+	    mkdir -p $${link%/*} && ln -s "$(CURDIR)/$$file" $$link || exit 1; \
+	done
 	MYPYPATH=$(TREE) $(PY) -m mypy -p modeling_moe_lc
 
 # A stale build/lib would put deleted files into the wheel.

@@ -20,10 +20,10 @@ class AttnRes(nn.Module):
         self.key_norm = nn.Parameter(torch.ones(config.hidden_size))
 
     def forward(self, blocks: tuple[torch.Tensor, ...], partial: torch.Tensor) -> torch.Tensor:
-        if not blocks:
-            return partial
+        # At the first site the embedding is the only source and passes through, but every parameter has a gradient.
+        sources, rest = (blocks, partial) if blocks else ((partial,), None)
         impl = operator_impl(self.config)
-        return attn_res(blocks, partial, self.query[0], self.key_norm, self.config.rms_norm_eps, impl=impl)  # [B, T, D]
+        return attn_res(sources, rest, self.query[0], self.key_norm, self.config.rms_norm_eps, impl=impl)  # [B, T, D]
 
 
 class OrdinaryResidual(nn.Module):

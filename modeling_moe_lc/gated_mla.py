@@ -81,7 +81,9 @@ class GatedMLA(nn.Module):
         absorbed = past_key_values is not None and config._attn_implementation != "eager"
         if past_key_values is not None:
             cached = past_key_values.update(latent[:, None], k_rope[:, None], self.layer_idx)
-            latent, k_rope = (x[:, 0] for x in cached)  # [B, S, R], [B, S, rope]
+            # Without a mask for many tokens this is a prefill: what a static cache holds behind them is still empty.
+            seen = q.shape[1] if attention_mask is None and q.shape[1] > 1 else None
+            latent, k_rope = (x[:, 0, :seen] for x in cached)  # [B, S, R], [B, S, rope]
         if absorbed and q.shape[1] <= ABSORBED_TOKENS:
             o, weights = self.absorbed_attention(q, latent, k_rope, attention_mask), None  # [B, T, H, V]
         elif segments is not None and segments.packed:

@@ -38,7 +38,7 @@ class MoeLcExperts(nn.Module):
             self.down_proj,
             beta=beta,
             linear_beta=linear_beta,
-            impl="reference",
+            impl=operator_impl(self.config),
         )
 
 

@@ -93,6 +93,10 @@ class MoeLcPreTrainedModel(PreTrainedModel):
     def _can_set_experts_implementation(cls) -> bool:
         return True  # likewise, latent_moe.py
 
+    def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
+        """Our own experts unless another backend is asked for by name."""
+        return super().get_correct_experts_implementation(requested_experts or "eager")
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         std = self.config.initializer_range

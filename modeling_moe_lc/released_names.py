@@ -144,11 +144,13 @@ def released_mapping() -> list[WeightRenaming | WeightConverter]:
             [Concatenate(dim=0)],
         ),
         WeightConverter(
-            ["experts.*.w1.weight", "experts.*.w3.weight"],
-            "experts.gate_up_proj",
+            ["block_sparse_moe.experts.*.w1.weight", "block_sparse_moe.experts.*.w3.weight"],
+            "block_sparse_moe.experts.gate_up_proj",
             [MergeModulelist(dim=0), Concatenate(dim=1)],
         ),
-        WeightConverter("experts.*.w2.weight", "experts.down_proj", [MergeModulelist(dim=0)]),
+        WeightConverter(
+            "block_sparse_moe.experts.*.w2.weight", "block_sparse_moe.experts.down_proj", [MergeModulelist(dim=0)]
+        ),
     ]
 
 

@@ -1,7 +1,6 @@
-"""How evenly the routers load their experts."""
+"""The routers of a model, watched: what they choose, and what they would choose without their bias."""
 
 import contextlib
-import math
 from collections.abc import Iterator
 
 import torch
@@ -13,22 +12,6 @@ from ..router import Router
 def routers(model: nn.Module) -> list[Router]:
     """The routers of a model, in the order of its layers."""
     return [module for module in model.modules() if isinstance(module, Router)]
-
-
-def max_violation(counts: torch.Tensor) -> torch.Tensor:
-    """MaxVio of loads `counts` [..., E] (routed tokens per expert): the largest load over the mean load, minus 1.
-
-    0 is perfect balance; E / top_k - 1 is the worst case (arXiv 2408.15664). Returns float64 [...].
-    """
-    counts = counts.double()
-    return counts.amax(-1) / counts.mean(-1).clamp(min=1e-9) - 1.0
-
-
-def sampling_floor(tokens: int, num_experts: int, top_k: int) -> float:
-    """About the MaxVio that chance alone leaves when `tokens` independent tokens choose `top_k` of `num_experts` experts
-    with equal probability: sqrt(2 ln n (1 - k/n) / (m k/n)), the expected largest of n normal deviations."""
-    share = top_k / num_experts
-    return math.sqrt(2.0 * math.log(num_experts) * (1.0 - share) / (tokens * share))
 
 
 @contextlib.contextmanager

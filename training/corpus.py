@@ -2,7 +2,7 @@
 
 import hashlib
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,3 +69,11 @@ def split_corpus(documents: Iterator[Document], share: float) -> tuple[list[Docu
             f"corpus: expected at least one training and one held-out document, got {len(training)} and {len(held_out)}"
         )
     return training, held_out
+
+
+def fingerprint(documents: Iterable[Document]) -> str:
+    """A digest of the names and texts, in their order: equal for equal corpora."""
+    digest = hashlib.sha256()
+    for document in documents:
+        digest.update(f"{document.name}\0{document.text}\0".encode())
+    return digest.hexdigest()

@@ -17,12 +17,14 @@ import torch
 from torch import nn
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from .. import MoeLcForCausalLM, update_router_bias
 from ..configuration.presets import load_preset
-from .balance import max_violation, routers, sampling_floor, without_bias
+from ..kernels.router import max_violation, sampling_floor
+from .balance import routers, without_bias
 from .checkpoint import checkpoints, prune, read_state, restore, save_checkpoint
-from .corpus import iterate_documents, split_corpus, standard_library
+from .corpus import fingerprint, iterate_documents, split_corpus, standard_library
 from .evaluate import Evaluation, evaluate, loss_by_position, xz_bits_per_byte
 from .figure import plot_run
 from .optim import adamw, warmup_cosine
@@ -60,24 +62,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     started = time.monotonic()
+    disable_progress_bar()  # of transformers' loading and saving: ours is the one to watch
     out: Path = args.out
     if args.restart:
         remove_run(out)
     settings = settings_of(args)
-    longest = settings.lengths[-1]
+    config = load_preset(settings.preset, router_balance={"method": settings.balance})
 
     training, held_out = split_corpus(iterate_documents(Path(settings.corpus)), settings.held_out_share)
-    config = load_preset(settings.preset, router_balance={"method": settings.balance})
-    tokenizer = train_tokenizer((document.text for document in training), config.vocab_size, longest)
-    seen = encode_documents(tokenizer, [document.text for document in training])
-    unseen = encode_documents(tokenizer, [document.text for document in held_out])
+    texts = [document.text for document in training]
+    tokenizer = train_tokenizer(texts, config.vocab_size, settings.lengths[-1])
+    documents, unseen = (encode_documents(tokenizer, [one.text for one in part]) for part in (training, held_out))
     prefix = [tokenizer.bos_token_id]
     batches = [
-        PackedBatches(pack(seen, length, prefix), settings.tokens_per_step // length, settings.seed + stage)
+        PackedBatches(pack(documents, length, prefix), settings.tokens_per_step // length, settings.seed + stage)
         for stage, length in enumerate(settings.lengths)
     ]
     held_out_packs = {length: pack(unseen, length, prefix) for length in settings.lengths}
-    amounts = [f"{len(documents)} files, {sum(map(len, documents)):,} tokens" for documents in (seen, unseen)]
+    amounts = [f"{len(part)} files, {sum(map(len, part)):,} tokens" for part in (documents, unseen)]
     print(f"corpus {settings.corpus}: {amounts[0]} to train on; {amounts[1]} held out", flush=True)
 
     checkpoint = next(reversed(checkpoints(out)), None)
@@ -85,63 +87,58 @@ def run(args: argparse.Namespace) -> None:
         torch.manual_seed(settings.seed)
         model = MoeLcForCausalLM(config)
         optimizer = adamw(model)
-        at_start = evaluate(model, held_out_packs[longest], settings.tokens_per_step)
-        state = {"step": 0, "history": [], "stages": [], "routing": [routing_row("initialised", at_start, config)]}
+        at_start = evaluate(model, held_out_packs[settings.lengths[-1]], settings.tokens_per_step)
+        state = {
+            "corpus": fingerprint([*training, *held_out]),
+            "step": 0,
+            "history": [],
+            "stages": [],
+            "routing": [routing_row("initialised", at_start, config)],
+        }
         if settings.steps is None:
             seconds = TRAINING_SHARE * 60.0 * args.minutes
             settings = dataclasses.replace(settings, steps=fitting_steps(model, batches, STEPS, seconds))
     else:
         print(f"going on from {checkpoint}", flush=True)
+        state = read_state(checkpoint)
+        if state["corpus"] != fingerprint([*training, *held_out]):
+            raise ValueError(f"corpus: expected the files that {out} began with, got others in {settings.corpus}")
         model = AutoModelForCausalLM.from_pretrained(checkpoint)
         optimizer = adamw(model)
         restore(checkpoint, optimizer)
-        state = read_state(checkpoint)
     out.mkdir(parents=True, exist_ok=True)
     (out / "settings.json").write_text(json.dumps(dataclasses.asdict(settings), indent=2))
-    train(out, model, optimizer, state, settings, batches, held_out_packs)
+    try:
+        train(out, model, optimizer, state, settings, batches, held_out_packs)
+    except KeyboardInterrupt:
+        saved = next(reversed(checkpoints(out)), "nothing yet")
+        print(f"\ninterrupted after step {state['step']}; saved: {saved}; the same command goes on from there")
+        raise
     model.save_pretrained(out / "model")
     tokenizer.save_pretrained(out / "model")
 
     print("evaluating the saved model on the held-out files", flush=True)
-    model = AutoModelForCausalLM.from_pretrained(out / "model")
-    with without_bias(model):
-        unbalanced = evaluate(model, held_out_packs[longest], settings.tokens_per_step)
-    final = evaluate(model, held_out_packs[longest], settings.tokens_per_step)
-    texts = [document.text.encode() for document in held_out]
-    size = sum(map(len, texts))
-    text = prefix + [token for document in unseen for token in document[1:-1]]
     results = {
         "machine": machine(),
         "command": settings.command(),
         "facts": {
-            "model": f"{settings.preset}, {sum(p.numel() for p in model.parameters()):,} parameters",
+            "model": f"{settings.preset}, {sum(parameter.numel() for parameter in model.parameters()):,} parameters",
             "corpus": f"{amounts[0]} to train on; {amounts[1]} held out",
             "tokens trained on": f"{state['history'][-1]['tokens']:,}",
             "seconds in training steps": f"{sum(record['seconds'] for record in state['history']):.0f}",
         },
-        "stages": state["stages"],
-        "held_out": {"files": len(texts), "bytes": size},
-        "bits_per_byte": {
-            settings.preset: final.bits_per_byte(size),
-            "xz -9, each file": xz_bits_per_byte(texts),
-            "xz -9, one stream": xz_bits_per_byte([b"".join(texts)]),
-        },
-        "routing": [
-            *state["routing"],
-            routing_row("trained, bias set to zero", unbalanced, config),
-            routing_row(f"trained, {settings.balance}", final, config),
-        ],
-        "by_position": loss_by_position(model, text[: 4 * longest], longest),
-        "sample": sample(out / "model", settings.seed),
         "history": state["history"],
+        "stages": state["stages"],
+        **assess(out / "model", settings, state["routing"], [one.text.encode() for one in held_out], unseen),
+        "sample": sample(out / "model", settings.seed),
     }
     results["facts"]["seconds of this command"] = f"{time.monotonic() - started:.0f}"
-    plot_run(out / "curves.png", results)
     (out / "results.json").write_text(json.dumps(results))
+    plot_run(out / "curves.png", results)
     write_report(out / "report.md", results, [*sorted(out.iterdir()), out / "report.md"])
     for table in build_tables(results):
         print("", table.plain(), sep="\n")
-    print("", results["sample"], "", *(f"wrote {path}" for path in sorted(out.iterdir())), sep="\n")
+    print("", "Sample", results["sample"], "", *(f"wrote {path}" for path in sorted(out.iterdir())), sep="\n")
 
 
 def train(
@@ -203,6 +200,31 @@ def train(
     progress.close()
 
 
+def assess(folder: Path, settings: Settings, routing: list[dict], texts: list[bytes], tokens: list[list[int]]) -> dict:
+    """All that is measured on held-out files, given as bytes and as token ids, with the model saved in `folder`."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    longest, size = settings.lengths[-1], sum(map(len, texts))
+    packs = pack(tokens, longest, tokens[0][:1])
+    with without_bias(model):
+        unbalanced = evaluate(model, packs, settings.tokens_per_step)
+    final = evaluate(model, packs, settings.tokens_per_step)
+    one_text = tokens[0][:1] + [token for document in tokens for token in document[1:-1]]
+    return {
+        "held_out": {"files": len(texts), "bytes": size},
+        "bits_per_byte": {
+            settings.preset: final.bits_per_byte(size),
+            "xz -9, each file": xz_bits_per_byte(texts),
+            "xz -9, one stream": xz_bits_per_byte([b"".join(texts)]),
+        },
+        "routing": [
+            *routing,
+            routing_row("trained, bias set to zero", unbalanced, model.config),
+            routing_row(f"trained, {settings.balance}", final, model.config),
+        ],
+        "by_position": loss_by_position(model, one_text[: 4 * longest], longest),
+    }
+
+
 def stage_row(length: int, history: list[dict], stage: int, held_out: Evaluation) -> dict:
     """One row of the table of stages: the training loss is the mean over the last quarter of the stage's steps."""
     steps = [record for record in history if record["stage"] == stage]
@@ -233,7 +255,7 @@ def routing_row(name: str, held_out: Evaluation, config) -> dict:
 def sample(folder: Path, seed: int) -> str:
     """Text that the model in `folder` writes after `PROMPT`, as anyone would load it; the seed fixes it."""
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
-    prompt = tokenizer(tokenizer.bos_token + PROMPT, return_tensors="pt")
+    prompt = tokenizer(tokenizer.bos_token + PROMPT, return_tensors="pt", return_token_type_ids=False)
     torch.manual_seed(seed)
     ids = model.generate(**prompt, do_sample=True, temperature=TEMPERATURE, top_k=TOP_K, max_new_tokens=NEW_TOKENS)
     return tokenizer.decode(ids[0], skip_special_tokens=True)

@@ -5,10 +5,10 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
-import transformers
 
 from .figure import Table
 
@@ -21,8 +21,7 @@ def machine() -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "system": platform.platform(),
         "python": sys.version.split()[0],
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        **{name: version(name) for name in ("torch", "transformers", "tokenizers")},
     }
 
 

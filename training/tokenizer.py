@@ -53,6 +53,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, model_max_length: int
 
 
 def encode_documents(tokenizer: "PreTrainedTokenizerFast", texts: list[str]) -> list[list[int]]:
-    """Token ids of each text as a document: `<|bos|>`, the text, `<|eos|>`."""
-    encodings = tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
+    """Token ids of each text as a document: `<|bos|>`, the text, `<|eos|>`. A text that spells a special token is text."""
+    backend = tokenizer.backend_tokenizer
+    backend.encode_special_tokens = True  # by this the library means: as ordinary characters
+    encodings = backend.encode_batch(texts, add_special_tokens=False)
+    backend.encode_special_tokens = False
     return [[tokenizer.bos_token_id, *encoding.ids, tokenizer.eos_token_id] for encoding in encodings]

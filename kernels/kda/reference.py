@@ -13,6 +13,7 @@ from ..dispatch import compute_dtype, without_autocast
 
 CHUNK = 64
 TILE = 16
+LOG2_E = math.log2(math.e)
 SEGMENT = (
     4  # chunks whose intermediate tensors are alive together: this bounds the memory of a forward without gradients
 )
@@ -24,24 +25,28 @@ FORGOTTEN = -92.0
 
 
 def activate(q, k, g, beta, A_log, dt_bias, lower_bound):
-    """Raw q, k, g [..., H, K] and beta [..., H] to normalised q (scaled by K^-1/2) and k, log-decay g < 0, beta in (0, 1)."""
+    """Raw q, k, g [..., H, K] and beta [..., H] to unit q (times K^-1/2) and k, log2 of the decay, beta in (0, 1)."""
     dtype = compute_dtype(q)
     q, k, g, beta, A_log, dt_bias = (x.to(dtype) for x in (q, k, g, beta, A_log, dt_bias))
-    q = q * (q.square().sum(-1, keepdim=True) + 1e-6).rsqrt() * q.shape[-1] ** -0.5
-    k = k * (k.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+    q = q * (_inverse_norm(q) * q.shape[-1] ** -0.5)
+    k = k * _inverse_norm(k)
     rate = A_log.clamp(max=80.0).exp()[:, None]
     # Beyond this limit sigmoid and exp have nothing left to lose, and an infinite product would make 0 * inf in backward.
     limit = -math.log(torch.finfo(dtype).tiny)
     if lower_bound is None:
-        g = -(rate * F.softplus(g + dt_bias)).clamp(max=limit)
+        g = (rate * F.softplus(g + dt_bias)).clamp(max=limit) * -LOG2_E
     else:
-        g = lower_bound * (rate * (g + dt_bias)).clamp(-limit, limit).sigmoid()
+        g = (rate * (g + dt_bias)).clamp(-limit, limit).sigmoid() * (lower_bound * LOG2_E)
     return q, k, g, beta.sigmoid()
+
+
+def _inverse_norm(x):
+    return (torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() + 1e-6).rsqrt()
 
 
 def _token(S, q, k, v, g, beta):
     """One turn of the recurrence: S [..., K, V], q, k, g [..., K], v [..., V], beta [...] to (o [..., V], S)."""
-    S = g.exp()[..., None] * S
+    S = g.exp2()[..., None] * S
     r = beta[..., None] * (v - (k[..., None, :] @ S).squeeze(-2))
     S = S + k[..., None] * r[..., None, :]
     return (q[..., None, :] @ S).squeeze(-2), S
@@ -76,7 +81,7 @@ def kda_chunk(q, k, v, g, beta, *, A_log, dt_bias, lower_bound=-5.0, initial_sta
     The rows of a batch and the documents of a packed row are the same thing here: runs of the flattened tokens with a
     state each. The c-th chunks of up to `SEGMENT` documents advance together.
     """
-    B, T = q.shape[:2]
+    B, T, H = q.shape[:3]
     lengths = [T] * B if cu_seqlens is None else cu_seqlens.diff().tolist()
     chunks, cuts = [], []  # of each document its chunk numbers; of each chunk its tokens
     for length in lengths:
@@ -100,12 +105,16 @@ def kda_chunk(q, k, v, g, beta, *, A_log, dt_bias, lower_bound=-5.0, initial_sta
             members = [chunk for turn in segment for chunk in turn]
             q_c, k_c, v_c, g_c, beta_c = (_stack([pieces[chunk] for chunk in members]) for pieces in inputs)
             q_c, k_c, g_c, beta_c = activate(q_c, k_c, g_c, beta_c, A_log, dt_bias, lower_bound)
-            sizes = torch.tensor([cuts[chunk] for chunk in members], device=q.device)
-            padding = torch.arange(g_c.shape[1], device=q.device) >= sizes[:, None]
-            g_c = g_c.masked_fill(padding[..., None, None], 0.0)
+            sizes = [cuts[chunk] for chunk in members]
+            if min(sizes) < g_c.shape[1]:
+                rows = torch.arange(g_c.shape[1], device=q.device)
+                padding = rows >= torch.tensor(sizes, device=q.device)[:, None]
+                g_c = g_c.masked_fill(padding[..., None, None], 0.0)
             exact = lower_bound is None or lower_bound < FACTORED_LOWER_BOUND
-            terms = _within_chunks(*(x.transpose(1, 2) for x in (q_c, k_c, v_c.to(q_c.dtype), g_c, beta_c)), exact)
-            o, S = _across_chunks(S, terms, [len(turn) for turn in segment])
+            x = (t.transpose(1, 2).flatten(0, 1) for t in (q_c, k_c, v_c.to(q_c.dtype), g_c, beta_c[..., None]))
+            terms = _within_chunks(*x, exact)
+            o, S = _across_chunks(S.flatten(0,1), terms, [H * len(turn) for turn in segment])
+            S = S.unflatten(0, (-1, H)); o = o.unflatten(0, (-1, H))
             for chunk, o_chunk in zip(members, o.to(v.dtype).unbind()):
                 outputs[chunk] = o_chunk.transpose(0, 1)[: cuts[chunk]]
         for document, state in zip(documents, S.unbind()):
@@ -126,15 +135,15 @@ def _stack(pieces):
 
 def _within_chunks(q, k, v, g, beta, exact):
     """All that needs no state, for q, k, g [n, H, C, K], v [n, H, C, V], beta [n, H, C]: Qh, Kt, gam, P, W, U."""
-    L = (g * math.log2(math.e)).cumsum(-2)
+    L = g.cumsum(-2)
     P, A = _scores(q, k, L, exact)
-    beta = beta[..., None]
+    A = beta * A.tril(-1)
     from_start, L_C = _decay(L), L[..., -1:, :]
-    Kh = k * from_start
-    WU = torch.linalg.solve_triangular(
-        beta * A.tril(-1), beta * torch.cat([Kh, v], -1), upper=False, unitriangular=True
+    # Transposed, because the solver works in place on column-major matrices.
+    W, U = (
+        torch.linalg.solve_triangular(A.mT, (beta * x).mT, upper=True, left=False, unitriangular=True).mT
+        for x in (k * from_start, v)
     )
-    W, U = WU.split([k.shape[-1], v.shape[-1]], -1)
     return q * from_start, k * _decay(L_C - L), from_start[..., -1:, :].mT, P.tril(), W, U
 
 
@@ -179,9 +188,11 @@ def _across_chunks(S, terms, turns):
     outputs = []
     for Qh, Kt, gam, P, W, U in zip(*(x.split(turns) for x in terms)):
         active, finished = S.split([len(Qh), len(S) - len(Qh)])
-        R = U - W @ active
-        outputs.append(Qh @ active + P @ R)
-        S = torch.cat([gam * active + Kt.mT @ R, finished])
+        R = torch.baddbmm(U, W, active, alpha=-1)
+        outputs.append(torch.baddbmm(Qh @ active, P, R))
+        S = torch.baddbmm(gam * active, Kt.mT, R)
+        if len(finished):
+            S = torch.cat([S, finished])
     return torch.cat(outputs), S
 
 

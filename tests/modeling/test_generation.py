@@ -7,13 +7,13 @@ from transformers import DynamicCache
 from modeling_moe_lc import MoeLcForCausalLM
 
 
-LIMIT = 1e-5  # FP32, relative; measured: at most 1e-6
+LIMIT = 1e-9  # FP64, relative; measured: at most 1e-12
 NEW = {"max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 2}
 
 
 @pytest.fixture(params=["k3", "kimi-linear"])
 def model(request, tiny, kimi_linear):
-    return tiny() if request.param == "k3" else kimi_linear
+    return (tiny() if request.param == "k3" else kimi_linear).double()
 
 
 def relative(x, reference):
@@ -54,7 +54,6 @@ def test_states_after_two_calls_equal_those_after_one(model, ids):
             caches.append(cache)
     for one, two, kind in zip(caches[0].layers, caches[1].layers, model.config.layer_types, strict=True):
         if kind == "linear_attention":
-            assert one.recurrent_states[0].dtype == torch.float32
             assert relative(two.recurrent_states[0], one.recurrent_states[0]) < LIMIT
             assert relative(two.conv_states[0], one.conv_states[0]) < LIMIT
         else:
@@ -154,15 +153,24 @@ def test_speculative_and_continuous_batching_are_refused_by_transformers(model, 
 
 
 def test_error_of_long_decoding_does_not_grow_with_position(tiny, ids):
-    model = tiny(num_hidden_layers=4, attn_res_block_size=2)
-    tokens, errors = ids(1, 1024), []
+    model, tokens, errors = tiny(), ids(1, 1024), []
     with torch.no_grad():
         whole = model(tokens).logits
         cache = DynamicCache(config=model.config)
         for t in range(1024):
             logits = model(tokens[:, t : t + 1], past_key_values=cache).logits
             errors.append(relative(logits, whole[:, t : t + 1]))
-    assert max(errors[900:]) < max(3 * max(errors[:100]), LIMIT)
+    assert sorted(errors[512:])[256] < 3 * sorted(errors[:512])[256] + 1e-6  # FP32; measured: 2e-6 in both halves
+
+
+def test_state_of_a_bf16_model_is_fp32(tiny, ids):
+    model = tiny().to(torch.bfloat16)
+    cache = model(ids(1, 7), use_cache=True).past_key_values
+    assert cache.layers[0].recurrent_states[0].dtype == torch.float32
+    address = cache.layers[0].recurrent_states[0].data_ptr()
+    with torch.no_grad():
+        model(ids(1, 1), past_key_values=cache)
+    assert cache.layers[0].recurrent_states[0].data_ptr() == address
 
 
 def test_chosen_positions_get_logits(model, ids):

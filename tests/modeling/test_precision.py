@@ -18,6 +18,11 @@ def model(request, tiny, kimi_linear):
     return tiny() if request.param == "k3" else kimi_linear
 
 
+def typical_error(x, reference):
+    """Median over tokens: a token that changes its expert by rounding says nothing about precision."""
+    return ((x - reference).norm(dim=-1) / reference.norm(dim=-1)).median().item()
+
+
 CASTS = {
     "to": lambda model, folder: model.to(torch.bfloat16),
     "half": lambda model, folder: model.half(),
@@ -42,11 +47,12 @@ def test_casts_keep_fp32_tensors_bit_equal(model, cast, tmp_path, ids):
     assert narrow(ids(2, 20)).logits.isfinite().all()
 
 
-def test_bf16_is_close_and_generates(model, ids):
+def test_half_precision_is_close_and_generates(model, ids):
     wide = model(ids(2, 40)).logits
-    model.to(torch.bfloat16)
+    model.half()
     narrow = model(ids(2, 40)).logits.float()
-    assert (narrow - wide).norm() / wide.norm() < 0.1  # measured 0.03: bf16 weights, rare expert flips
+    assert typical_error(narrow, wide) < 0.05  # measured: 0.004 and 0.006
+    model.to(torch.bfloat16)
     out = model.generate(ids(2, 5), max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=2)
     assert out.shape == (2, 9)
 
@@ -63,9 +69,9 @@ def test_double_goes_all_the_way_and_back(model, ids):
 
 def test_autocast_leaves_full_precision_operators_alone(model, ids):
     wide = model(ids(2, 40)).logits
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast("cpu", dtype=torch.float16):
         narrow = model(ids(2, 40)).logits.float()
-    assert (narrow - wide).norm() / wide.norm() < 0.1
+    assert typical_error(narrow, wide) < 0.05
 
 
 def test_rounding_the_rates_would_show(model, ids):

@@ -31,16 +31,16 @@ def test_checkpointing_changes_no_bit(tiny, ids, reentrant):
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 @pytest.mark.parametrize("items", [None, 17])
 def test_loss_in_chunks_equals_the_loss(tiny, ids, chunk, items):
-    model = tiny().double().train()
+    model = tiny().train()
     labels = ids(2, 20).masked_fill(torch.rand(2, 20) < 0.3, -100)
     inputs = {"input_ids": ids(2, 20), "labels": labels, "num_items_in_batch": items}
     loss, expected = gradients(model, **inputs)
     model.config.loss_chunk_size = chunk
     assert model(**inputs).logits is None
     chunked, grads = gradients(model, **inputs)
-    assert abs(chunked - loss) < 1e-10
+    assert abs(chunked - loss) < 1e-5
     for name, grad in grads.items():
-        assert (grad - expected[name]).norm() <= 1e-9 * expected[name].norm() + 1e-15, name
+        assert (grad - expected[name]).norm() <= 1e-5 * expected[name].norm() + 1e-8, name
     assert model.eval()(**inputs).logits.shape == (2, 20, 512)
 
 
@@ -49,8 +49,9 @@ def test_train_and_eval_agree_and_every_parameter_learns(tiny, ids):
     logits = model(ids(2, 40)).logits
     assert torch.allclose(model.train()(ids(2, 40)).logits, logits, atol=1e-6)
     _, grads = gradients(model, input_ids=ids(4, 60), labels=ids(4, 60))
-    silent = [name for name, _ in model.named_parameters() if name not in grads or not grads[name].any()]
-    assert not silent
+    silent = {name for name, _ in model.named_parameters() if not grads[name].any()}
+    first = "model.layers.0.self_attention_res"  # mixes one source: nothing to learn, but a gradient for DDP
+    assert silent == {f"{first}.query", f"{first}.key_norm"}
 
 
 @pytest.mark.parametrize("preset", ["tiny", "nano-kimi-linear"])
