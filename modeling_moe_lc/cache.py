@@ -16,8 +16,8 @@ def read_linear_state(cache, layer_idx: int) -> tuple[torch.Tensor | None, torch
 
 
 def write_linear_state(cache, layer_idx: int, conv: torch.Tensor, state: torch.Tensor) -> None:
-    """Stores both in place; a `state` that already is the cached tensor is not copied."""
-    cache.update_conv_state(conv, layer_idx, conv_kernel_size=conv.shape[-1])
+    """Stores both in place, without their graph; a `state` that already is the cached tensor is not copied."""
+    cache.update_conv_state(conv.detach(), layer_idx, conv_kernel_size=conv.shape[-1])
     layer = cache.layers[layer_idx]
     if state is not layer.recurrent_states[0]:
-        cache.update_recurrent_state(state, layer_idx)
+        cache.update_recurrent_state(state.detach(), layer_idx)

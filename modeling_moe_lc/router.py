@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .backends import operator_impl
-from .kernels.router import load_quantile_bias, quantile_bias, route, sign_bias
+from .kernels.router import auto_ema, load_quantile_bias, quantile_bias, route, sign_bias
 from .norm import at_least_float32
 
 
@@ -97,14 +97,16 @@ def update_router_bias(model: nn.Module, all_reduce: Callable[[torch.Tensor], ob
     routers = [module for module in model.modules() if isinstance(module, Router)]
     if not routers:
         return
-    balance = routers[0].config.router_balance
+    config = routers[0].config
     document_counters = [module.documents_seen for module in model.modules() if hasattr(module, "documents_seen")]
     parts = [router.statistics() for router in routers]
     packed = torch.cat([*(part.flatten() for part in parts), sum(document_counters, parts[0].new_zeros(1))])
     if all_reduce is not None:
         all_reduce(packed)
     *summed, documents = packed.split([*(part.numel() for part in parts), 1])
-    ema = auto_ema(int(documents)) if balance["ema"] == "auto" else balance["ema"]
+    ema = config.router_balance["ema"]
+    if ema == "auto":
+        ema = auto_ema(int(documents), config.num_experts, config.num_experts_per_token)
     for router, part, own in zip(routers, summed, parts, strict=True):
         router.update_bias(part.view_as(own), ema)
     for counter in document_counters:
