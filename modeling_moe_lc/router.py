@@ -73,7 +73,7 @@ class Router(nn.Module):
         balance, bias = self.config.router_balance, self.e_score_correction_bias
         if balance["method"] == "quantile" and self.histogram is not None:
             target = quantile_bias(statistics, bias, self.config.num_experts_per_token)
-            bias.copy_(ema * bias + (1 - ema) * target)
+            bias.copy_(target + ema * bias.any() * (bias - target))  # the first estimate is taken whole
             self.histogram.zero_()
         elif balance["method"] == "load_quantile":
             bias.copy_(load_quantile_bias(statistics, bias, balance["eta"], balance["high"], balance["low"]))

@@ -10,11 +10,12 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     """Two groups for an optimiser: matrices (linear weights, experts, embeddings), which decay, and the rest (norms,
     gates' biases, short convolutions, depth-mixing queries), which does not.
 
-    A matrix is a parameter whose last two dimensions are both larger than a convolution kernel's width.
+    A matrix, or a stack of them, is a parameter whose last two dimensions are both larger than 1: a short convolution
+    [channels, 1, width] is not.
     """
     matrices, others = [], []
     for parameter in model.parameters():
-        is_matrix = parameter.ndim >= 2 and min(parameter.shape[-2:]) > 4
+        is_matrix = parameter.ndim >= 2 and 1 not in parameter.shape[-2:]
         (matrices if is_matrix else others).append(parameter)
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 

@@ -34,9 +34,9 @@ def activate(q, k, g, beta, A_log, dt_bias, lower_bound):
     # Beyond this limit sigmoid and exp have nothing left to lose, and an infinite product would make 0 * inf in backward.
     limit = -math.log(torch.finfo(dtype).tiny)
     if lower_bound is None:
-        g = (rate * F.softplus(g + dt_bias)).clamp(max=limit) * -LOG2_E
+        g = F.softplus(g + dt_bias).mul_(rate).clamp_(max=limit) * -LOG2_E
     else:
-        g = (rate * (g + dt_bias)).clamp(-limit, limit).sigmoid() * (lower_bound * LOG2_E)
+        g = (g + dt_bias).mul_(rate).clamp_(-limit, limit).sigmoid_() * (lower_bound * LOG2_E)
     return q, k, g, beta.sigmoid()
 
 
@@ -137,18 +137,12 @@ def _within_chunks(q, k, v, g, beta, exact):
     """All that needs no state, for q, k, g [n, H, C, K], v [n, H, C, V], beta [n, H, C]: Qh, Kt, gam, P, W, U."""
     L = g.cumsum(-2)
     P, A = _scores(q, k, L, exact)
-    A = beta * A.tril(-1)
-    from_start, L_C = _decay(L), L[..., -1:, :]
-    # Transposed, because the solver works in place on column-major matrices.
-    W, U = (
-        torch.linalg.solve_triangular(A.mT, (beta * x).mT, upper=True, left=False, unitriangular=True).mT
-        for x in (k * from_start, v)
-    )
-    return q * from_start, k * _decay(L_C - L), from_start[..., -1:, :].mT, P.tril(), W, U
+    from_start, L_C = _decay(L, 0.0), L[..., -1:, :]
+    return q * from_start, k * from_start, k * _decay(L_C, L), from_start[..., -1:, :].mT, P.tril_(), A.mul_(beta), v, beta
 
 
-def _decay(exponent):
-    return F.threshold(exponent, FORGOTTEN, -math.inf).exp2()
+def _decay(to, since):
+    return F.threshold_(to - since, FORGOTTEN, -math.inf).exp2_()
 
 
 def _scores(q, k, L, exact):
@@ -162,9 +156,9 @@ def _scores(q, k, L, exact):
     for a in range(0, C, TILE):
         b = min(a + TILE, C)
         anchor = L[..., a : a + 1, :]
-        decay = (L[..., a:b, :] - anchor).exp2()
+        decay = (L[..., a:b, :] - anchor).exp2_()
         end = a if exact else b
-        keys = (k[..., :end, :] * _decay(anchor - L[..., :end, :])).mT
+        keys = (k[..., :end, :] * _decay(anchor, L[..., :end, :])).mT
         for x, rows in ((q, P), (k, A)):
             x = x[..., a:b, :]
             row = (x * decay) @ keys
@@ -178,7 +172,7 @@ def _diagonal_tile(x, k, L):
     """The scores of one tile, column by column: every exponent is <= 0, however fast the decay."""
     columns = []
     for j in range(L.shape[-2]):
-        keys = k[..., j : j + 1, :] * _decay(L[..., j:, :] - L[..., j : j + 1, :])
+        keys = k[..., j : j + 1, :] * _decay(L[..., j:, :], L[..., j : j + 1, :])
         columns.append(F.pad((x[..., j:, :] * keys).sum(-1), (j, 0)))
     return torch.stack(columns, -1)
 
@@ -186,11 +180,12 @@ def _diagonal_tile(x, k, L):
 def _across_chunks(S, terms, turns):
     """Carry the states S [N, H, K, V] through turns of n_1 >= n_2 >= ... chunks, of the first n_i documents each."""
     outputs = []
-    for Qh, Kt, gam, P, W, U in zip(*(x.split(turns) for x in terms)):
+    for Qh, Kh, Kt, gam, P, A, v, beta in zip(*(x.split(turns) for x in terms)):
         active, finished = S.split([len(Qh), len(S) - len(Qh)])
-        R = torch.baddbmm(U, W, active, alpha=-1)
-        outputs.append(torch.baddbmm(Qh @ active, P, R))
-        S = torch.baddbmm(gam * active, Kt.mT, R)
+        Y = torch.baddbmm(v, Kh, active, alpha=-1).mul_(beta)
+        R = torch.linalg.solve_triangular(A.mT, Y.mT, upper=True, left=False, unitriangular=True).mT
+        outputs.append((Qh @ active).baddbmm_(P, R))
+        S = (gam * active).baddbmm_(Kt.mT, R)
         if len(finished):
             S = torch.cat([S, finished])
     return torch.cat(outputs), S

@@ -1,5 +1,6 @@
 """Evaluation adds up: packed = alone, one pass = slices, bits per byte are those of the whole text."""
 
+import itertools
 import lzma
 import math
 
@@ -127,5 +128,5 @@ def test_only_matrices_decay_and_every_parameter_is_optimised_once(model):
 def test_learning_rate_rises_to_its_peak_and_falls_to_a_tenth():
     rates = [warmup_cosine(step, 40, 0.5, warmup=8) for step in range(40)]
     assert rates[:8] == pytest.approx([0.5 * (step + 1) / 8 for step in range(8)])
-    assert all(later < earlier for earlier, later in zip(rates[7:], rates[8:], strict=False))
+    assert all(later < earlier for earlier, later in itertools.pairwise(rates[7:]))
     assert rates[-1] == pytest.approx(0.05)
