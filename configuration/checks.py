@@ -165,7 +165,9 @@ def check_moe(config) -> None:
     expect(experts % groups == 0, "num_expert_group", f"a divisor of num_experts ({experts})", groups)
     expect(kept <= groups, "topk_group", f"at most num_expert_group ({groups})", kept)
     reachable = experts // groups * kept
-    expect(top_k <= reachable, "topk_group", f"groups that hold at least num_experts_per_token ({top_k}) experts", kept)
+    expect(
+        top_k <= reachable, "topk_group", f"groups that hold at least num_experts_per_token ({top_k}) experts", kept
+    )
     expect(config.use_grouped_topk or groups == 1, "use_grouped_topk", "True when num_expert_group > 1", False)
 
 
@@ -185,7 +187,9 @@ def check_router_balance(config, defaults: dict[str, Any]) -> dict[str, Any]:
     low, high = balance["low"], balance["high"]
     expect(0 <= low < high <= 1, "router_balance.low, high", "0 <= low < high <= 1", (low, high))
     grouped = config.num_expert_group > 1
-    expect(not (grouped and method == "quantile"), "router_balance.method", "not 'quantile' with expert groups", method)
+    expect(
+        not (grouped and method == "quantile"), "router_balance.method", "not 'quantile' with expert groups", method
+    )
     whole = config.num_experts_per_token == config.num_experts
     expect(not (whole and method == "quantile"), "router_balance.method", "not 'quantile' with all experts on", method)
     return balance

@@ -70,6 +70,30 @@ class MoeLcTextConfig(PreTrainedConfig):
         "norm_topk_prob": "moe_renormalize",
         "model_max_length": "max_position_embeddings",
     }
+    # Heads and MLP widths are split; norms, low-rank inputs, router, latent projections and AttnRes stay whole. The
+    # expert-parallel plan differs between versions of transformers: modeling_moe_lc/compat.py.
+    base_model_tp_plan = {
+        "embed_tokens": "embedding_rowwise",
+        "layers.*.self_attn": "moe_lc_heads",
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.f_b_proj": "colwise",
+        "layers.*.self_attn.b_proj": "colwise",
+        "layers.*.self_attn.g_proj": "colwise",
+        "layers.*.self_attn.g_b_proj": "colwise",
+        "layers.*.self_attn.q_b_proj": "colwise",
+        "layers.*.self_attn.kv_a_proj_with_mqa": "mla_kv_a_proj",
+        "layers.*.self_attn.kv_b_proj": "colwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.gate_up_proj": "moe_lc_gate_up",
+        "layers.*.mlp.down_proj": "rowwise",
+        "layers.*.block_sparse_moe.shared_experts.gate_up_proj": "moe_lc_gate_up",
+        "layers.*.block_sparse_moe.shared_experts.down_proj": "rowwise",
+        "layers.*.block_sparse_moe.experts.gate_up_proj": "moe_lc_gate_up",
+        "layers.*.block_sparse_moe.experts.down_proj": "rowwise",
+        "layers.*.block_sparse_moe.experts": "moe_tp_experts",
+    }
 
     vocab_size: int = 163840
     hidden_size: int = 2304

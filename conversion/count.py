@@ -89,7 +89,9 @@ def _term(name: str, config: MoeLcTextConfig) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", help=f"a preset ({', '.join(preset_names())}) or a folder or file with a config.json")
+    parser.add_argument(
+        "config", help=f"a preset ({', '.join(preset_names())}) or a folder or file with a config.json"
+    )
     parser.add_argument("--context", type=int, nargs="+", default=[8192, 65536, 262144, 1048576], help="tokens")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

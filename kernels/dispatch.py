@@ -41,9 +41,10 @@ def without_autocast(fn: Callable) -> Callable:
     """
 
     @functools.wraps(fn)
-    def wrapped(first, *args, **kwargs):
+    def wrapped(*args, **kwargs):
+        first = args[0] if args else next(iter(kwargs.values()))
         tensor = first[0] if isinstance(first, (list, tuple)) else first
         with torch.autocast(tensor.device.type, enabled=False):
-            return fn(first, *args, **kwargs)
+            return fn(*args, **kwargs)
 
     return wrapped

@@ -4,7 +4,9 @@ from pathlib import Path
 
 
 _checkout = Path(__file__).resolve().parent.parent
-if (_checkout / "model_cards").is_dir():  # a checkout: configuration/, kernels/, conversion/, training/ stand beside this folder
+if (
+    _checkout / "model_cards"
+).is_dir():  # a checkout: configuration/, kernels/, conversion/, training/ stand beside this folder
     __path__.append(str(_checkout))
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM  # noqa: E402

@@ -37,7 +37,8 @@ def eager_attention_forward(module, query, key, value, attention_mask, scaling, 
 def effective_weight(linear: nn.Module) -> torch.Tensor:
     """The matrix `[out, in]` that `linear` applies, also when an adapter or a quantiser stands in its place."""
     if type(linear) is nn.Linear:
-        return linear.weight
+        # Under tensor parallelism the rows of this rank: what the module's own forward applies.
+        return linear.weight.to_local() if hasattr(linear.weight, "to_local") else linear.weight
     reference = next(linear.parameters())
     return linear(torch.eye(linear.in_features, dtype=reference.dtype, device=reference.device)).T
 
@@ -78,7 +79,9 @@ class GatedMLA(nn.Module):
         latent, k_rope = self.kv_a_proj_with_mqa(hidden_states).split([self.rank, self.rope_dim], dim=-1)
         latent = self.kv_a_layernorm(latent)  # [B, T, R]
 
-        absorbed = past_key_values is not None and config._attn_implementation != "eager"
+        # Not with gradients: tensor parallelism sums those of the latent over the ranks in the forward of `kv_b_proj`.
+        absorbed = past_key_values is not None and not torch.is_grad_enabled()
+        absorbed = absorbed and config._attn_implementation != "eager"
         if past_key_values is not None:
             cached = past_key_values.update(latent[:, None], k_rope[:, None], self.layer_idx)
             # Without a mask for many tokens this is a prefill: what a static cache holds behind them is still empty.
@@ -92,7 +95,9 @@ class GatedMLA(nn.Module):
             o, weights = self.expanded_attention(q, latent, k_rope, attention_mask, **kwargs)
         o = o.flatten(-2)
         if config.mla_use_output_gate:
-            o = o * torch.sigmoid(self.g_proj(hidden_states).to(torch.promote_types(o.dtype, torch.float32))).to(o.dtype)
+            o = o * torch.sigmoid(self.g_proj(hidden_states).to(torch.promote_types(o.dtype, torch.float32))).to(
+                o.dtype
+            )
         return self.o_proj(o), weights  # [B, T, D]
 
     def expanded_attention(self, q, latent, k_rope, attention_mask, **kwargs):

@@ -73,7 +73,9 @@ class KimiDeltaAttention(nn.Module):
         conv_state, state = read_linear_state(past_key_values, self.layer_idx)
         impl = operator_impl(self.config)
 
-        convs = zip((self.q_proj, self.k_proj, self.v_proj), (self.q_conv1d, self.k_conv1d, self.v_conv1d), strict=True)
+        convs = zip(
+            (self.q_proj, self.k_proj, self.v_proj), (self.q_conv1d, self.k_conv1d, self.v_conv1d), strict=True
+        )
         tails = (None,) * 3 if conv_state is None else conv_state.chunk(3, dim=1)
         (q, q_tail), (k, k_tail), (v, v_tail) = (
             conv(proj(x), tail, cu_seqlens, impl) for (proj, conv), tail in zip(convs, tails, strict=True)

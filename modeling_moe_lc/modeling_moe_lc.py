@@ -195,11 +195,11 @@ class MoeLcTextModel(MoeLcPreTrainedModel):
         segments = padded_segments(mask, length)
         padded = segments is not None
         if not padded and length > 1:
-            told = cu_seq_lens_q is not None or seq_idx is not None or attention_mask is None
-            positions = position_ids if told else None
-            segments = packed_segments(cu_seq_lens_q, seq_idx, positions, batch=batch, length=length)
+            segments = packed_segments(cu_seq_lens_q, seq_idx, position_ids, batch=batch, length=length)
         elif padded and (cu_seq_lens_q is not None or seq_idx is not None):
-            raise ValueError("attention_mask: expected no padding in a packed batch (cu_seq_lens_q or seq_idx), got some")
+            raise ValueError(
+                "attention_mask: expected no padding in a packed batch (cu_seq_lens_q or seq_idx), got some"
+            )
         wrong_side = padded and has_right_padding(mask, length)
         if asked and segments is not None and not padded:
             raise ValueError("past_key_values, use_cache: expected no cache with a packed batch, got one")

@@ -35,7 +35,9 @@ class Segments(NamedTuple):
         return x.new_zeros(batch * length, x.shape[-1]).index_copy(0, self.kept, x[0]).view(batch, length, -1)
 
 
-def packed_segments(cu_seq_lens_q=None, seq_idx=None, position_ids=None, *, batch: int, length: int) -> Segments | None:
+def packed_segments(
+    cu_seq_lens_q=None, seq_idx=None, position_ids=None, *, batch: int, length: int
+) -> Segments | None:
     """The documents of a packed batch, from the first of three descriptions that is given; None: each row is one.
 
     `cu_seq_lens_q` `[N + 1]`: borders over the flattened batch; `seq_idx` `[B, T]`: the document of each token;

@@ -4,7 +4,7 @@ import torch
 
 from ..checks import check_floating, check_shape
 from ..dispatch import choose
-from . import reference
+from .reference import gated_rms_norm as gated_rms_norm_reference
 
 
 def gated_rms_norm(
@@ -31,4 +31,4 @@ def gated_rms_norm(
     for name, tensor in (("o", o), ("gate", gate), ("weight", weight)):
         check_floating(name, tensor)
     choose(impl, o, triton=False)
-    return reference.gated_rms_norm(o, gate, weight, eps)
+    return gated_rms_norm_reference(o, gate, weight, eps)

@@ -6,7 +6,8 @@ import torch
 
 from ..checks import check_cu_seqlens, check_floating, check_shape
 from ..dispatch import choose, compute_dtype
-from . import reference
+from .reference import kda_chunk
+from .reference import kda_step as kda_step_reference
 
 
 def kda(
@@ -56,7 +57,7 @@ def kda(
     if initial_state is not None:
         _check_state("initial_state", "B H K V" if cu_seqlens is None else "N H K V", dims, initial_state, q)
     choose(impl, q, triton=False)
-    return reference.kda_chunk(
+    return kda_chunk(
         q,
         k,
         v,
@@ -105,7 +106,7 @@ def kda_step(
             "state: expected a tensor without gradients, because it is updated in place; got requires_grad=True"
         )
     choose(impl, q, triton=False)
-    return reference.kda_step(q, k, v, g, beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, state=state)
+    return kda_step_reference(q, k, v, g, beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, state=state)
 
 
 def _check_tokens(rows, dims, q, k, v, g, beta):

@@ -1,8 +1,9 @@
 """Kimi Delta Attention in plain torch: the recurrence (the definition) and the chunked form (the algorithm).
 
-Symbols as in README.md. Everything is computed in FP32, or in FP64 when the inputs are FP64.
+Symbols as in README.md. Everything is computed in FP32, or in FP64 when the inputs are FP64; decays are powers of two.
 """
 
+import itertools
 import math
 
 import torch
@@ -13,19 +14,18 @@ from ..dispatch import compute_dtype, without_autocast
 
 CHUNK = 64
 TILE = 16
+# The chunks whose intermediate tensors are alive together; without gradients this bounds the memory.
+SEGMENT = 8
 LOG2_E = math.log2(math.e)
-SEGMENT = (
-    4  # chunks whose intermediate tensors are alive together: this bounds the memory of a forward without gradients
-)
 # A diagonal tile spans 15 gates, and e^(15 * 5.8) is the last that fits FP32 (e^88.7).
 FACTORED_LOWER_BOUND = -5.8
-# Decays are powers of two. One under 2^-92, beneath the rounding error of FP64, becomes 0: CPUs are many times slower on
-# the subnormal FP32 numbers that its products would be.
+# A decay under 2^-92, beneath the rounding error of FP64, becomes 0: CPUs are many times slower on the subnormal FP32
+# numbers that products with it would be.
 FORGOTTEN = -92.0
 
 
 def activate(q, k, g, beta, A_log, dt_bias, lower_bound):
-    """Raw q, k, g [..., H, K] and beta [..., H] to unit q (times K^-1/2) and k, log2 of the decay, beta in (0, 1)."""
+    """Raw q, k, g [..., H, K] and beta [..., H] to unit q (times K^-1/2) and k, log2 of the decay, and beta in (0, 1)."""
     dtype = compute_dtype(q)
     q, k, g, beta, A_log, dt_bias = (x.to(dtype) for x in (q, k, g, beta, A_log, dt_bias))
     q = q * (_inverse_norm(q) * q.shape[-1] ** -0.5)
@@ -66,61 +66,63 @@ def kda_recurrent(q, k, v, g, beta, *, A_log, dt_bias, lower_bound=-5.0, initial
     tokens = (*activate(q, k, g, beta, A_log, dt_bias, lower_bound), v.to(S.dtype))
     lengths = [q.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()
     states = [S] if cu_seqlens is None else list(S.split(1))
-    outputs = [v.new_empty(v.shape[0], 0, *v.shape[2:])]
+    outputs = []
     for document, pieces in enumerate(zip(*(x.split(lengths, dim=1) for x in tokens))):
         for q_t, k_t, g_t, beta_t, v_t in zip(*(x.unbind(1) for x in pieces)):
             o_t, states[document] = _token(states[document], q_t, k_t, v_t, g_t, beta_t)
-            outputs.append(o_t[:, None].to(v.dtype))
-    return torch.cat(outputs, dim=1), torch.cat(states)
+            outputs.append(o_t.to(v.dtype))
+    return torch.stack(outputs, dim=1) if outputs else v, torch.cat(states)
 
 
 @without_autocast
 def kda_chunk(q, k, v, g, beta, *, A_log, dt_bias, lower_bound=-5.0, initial_state=None, cu_seqlens=None):
     """The same function in chunks of 64 tokens and matrix products. Arguments and results as in `api.kda`.
 
-    The rows of a batch and the documents of a packed row are the same thing here: runs of the flattened tokens with a
-    state each. The c-th chunks of up to `SEGMENT` documents advance together.
+    A row of a batch and a document of a packed row are the same thing here: a run of the flattened tokens with a state of
+    its own.
     """
     B, T, H = q.shape[:3]
-    lengths = [T] * B if cu_seqlens is None else cu_seqlens.diff().tolist()
-    chunks, cuts = [], []  # of each document its chunk numbers; of each chunk its tokens
-    for length in lengths:
-        sizes = [min(CHUNK, length - first) for first in range(0, length, CHUNK)]
-        chunks.append(range(len(cuts), len(cuts) + len(sizes)))
-        cuts.extend(sizes)
+    sizes, documents = [], []  # of each chunk its tokens, of each document its chunk numbers
+    for length in [T] * B if cu_seqlens is None else cu_seqlens.diff().tolist():
+        cuts = [min(CHUNK, length - first) for first in range(0, length, CHUNK)]
+        documents.append(range(len(sizes), len(sizes) + len(cuts)))
+        sizes += cuts
     # One split of each input, not slices: the backward of a slice fills a gradient of the whole input.
-    inputs = [x.flatten(0, 1).split(cuts) for x in (q, k, v, g, beta)]
+    chunks = list(zip(*(x.flatten(0, 1).split(sizes) for x in (q, k, v, g, beta))))
+    outputs = [None] * len(chunks)
     states = list(_initial_states(q, v, initial_state, cu_seqlens).unbind())
-    outputs = [None] * len(cuts)
-    longest_first = sorted(range(len(lengths)), key=lambda document: -lengths[document])
-    for first in range(0, len(lengths), SEGMENT):
-        documents = longest_first[first : first + SEGMENT]
-        turns = [
-            [chunks[d][turn] for d in documents if turn < len(chunks[d])] for turn in range(len(chunks[documents[0]]))
-        ]
-        S = torch.stack([states[d] for d in documents])
-        step = SEGMENT // len(documents)
-        for start in range(0, len(turns), step):
-            segment = turns[start : start + step]
-            members = [chunk for turn in segment for chunk in turn]
-            q_c, k_c, v_c, g_c, beta_c = (_stack([pieces[chunk] for chunk in members]) for pieces in inputs)
-            q_c, k_c, g_c, beta_c = activate(q_c, k_c, g_c, beta_c, A_log, dt_bias, lower_bound)
-            sizes = [cuts[chunk] for chunk in members]
-            if min(sizes) < g_c.shape[1]:
-                rows = torch.arange(g_c.shape[1], device=q.device)
-                padding = rows >= torch.tensor(sizes, device=q.device)[:, None]
-                g_c = g_c.masked_fill(padding[..., None, None], 0.0)
-            exact = lower_bound is None or lower_bound < FACTORED_LOWER_BOUND
-            x = (t.transpose(1, 2).flatten(0, 1) for t in (q_c, k_c, v_c.to(q_c.dtype), g_c, beta_c[..., None]))
-            terms = _within_chunks(*x, exact)
-            o, S = _across_chunks(S.flatten(0,1), terms, [H * len(turn) for turn in segment])
-            S = S.unflatten(0, (-1, H)); o = o.unflatten(0, (-1, H))
-            for chunk, o_chunk in zip(members, o.to(v.dtype).unbind()):
-                outputs[chunk] = o_chunk.transpose(0, 1)[: cuts[chunk]]
-        for document, state in zip(documents, S.unbind()):
-            states[document] = state
-    o = torch.cat([v.new_empty(0, *v.shape[2:]), *outputs])
-    return o.view(v.shape), torch.stack(states)
+    longest_first = sorted(range(len(documents)), key=lambda d: -len(documents[d]))
+    for first in range(0, len(documents), SEGMENT):
+        group = longest_first[first : first + SEGMENT]
+        turns = itertools.zip_longest(*(documents[d] for d in group))  # the c-th chunk of each document that has one
+        turns = [[chunk for chunk in turn if chunk is not None] for turn in turns]
+        S = torch.cat([states[d] for d in group])  # [documents * H, K, V]
+        for start in range(0, len(turns), SEGMENT // len(group)):
+            segment = turns[start : start + SEGMENT // len(group)]
+            members = list(itertools.chain(*segment))
+            terms = _within_chunks([chunks[chunk] for chunk in members], A_log, dt_bias, lower_bound)
+            o, S = _across_chunks(S, terms, [H * len(turn) for turn in segment])
+            for chunk, o_c in zip(members, (o_c for turn in o for o_c in turn.split(H))):
+                outputs[chunk] = o_c.transpose(0, 1)[: sizes[chunk]].to(v.dtype)
+        for d, state in zip(group, S.split(H)):
+            states[d] = state
+    return torch.cat(outputs).view(v.shape) if outputs else v, torch.stack(states)
+
+
+def _within_chunks(chunks, A_log, dt_bias, lower_bound):
+    """All that needs no state, for n chunks of raw (q, k, v, g, beta): Qh, Kh, Kt, gam, P, A, v, beta [n * H, ...]."""
+    q, k, v, g, beta = (_stack(pieces) for pieces in zip(*chunks))
+    q, k, g, beta = activate(q, k, g, beta, A_log, dt_bias, lower_bound)
+    sizes = [len(chunk[0]) for chunk in chunks]
+    if min(sizes) < max(sizes):
+        padding = torch.arange(max(sizes)) >= torch.tensor(sizes)[:, None]
+        g = g.masked_fill(padding[..., None, None].to(g.device), 0.0)
+    q, k, v, g, beta = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v.to(q.dtype), g, beta[..., None]))
+    L = g.cumsum(1)
+    start, end = torch.zeros_like(L[:, :1]), L[:, -1:]
+    P, A = _scores(q, k, L, exact=lower_bound is None or lower_bound < FACTORED_LOWER_BOUND)
+    Qh, Kh, Kt = _decayed(q, L, start), _decayed(k, L, start), _decayed(k, end, L)
+    return Qh, Kh, Kt, _power(end, start).mT, P.tril_(), A.tril_(-1).mul_(beta), v, beta
 
 
 def _stack(pieces):
@@ -133,62 +135,75 @@ def _stack(pieces):
     return torch.stack([x.transpose(0, 1) for x in full]).transpose(1, 2)
 
 
-def _within_chunks(q, k, v, g, beta, exact):
-    """All that needs no state, for q, k, g [n, H, C, K], v [n, H, C, V], beta [n, H, C]: Qh, Kt, gam, P, W, U."""
-    L = g.cumsum(-2)
-    P, A = _scores(q, k, L, exact)
-    from_start, L_C = _decay(L, 0.0), L[..., -1:, :]
-    return q * from_start, k * from_start, k * _decay(L_C, L), from_start[..., -1:, :].mT, P.tril_(), A.mul_(beta), v, beta
-
-
-def _decay(to, since):
-    return F.threshold_(to - since, FORGOTTEN, -math.inf).exp2_()
-
-
 def _scores(q, k, L, exact):
-    """sum_d x_id k_jd 2^(L_id - L_jd) for x = q and x = k, [n, H, C, C]; meaningless finite numbers for j > i.
+    """P and A without beta, [n, C, C]: sum_d x_id k_jd 2^(L_id - L_jd) for x = q and x = k; any finite numbers for j > i.
 
     Row tiles of 16, factored at the tile's first row, which no later token can move: left of the diagonal tile both
-    exponents are <= 0, inside it the key's is at most 15 |lower_bound|. `exact` takes the diagonal tile unfactored.
+    exponents are <= 0, inside it the key's is at most 15 |lower_bound|. `exact` does not factor the diagonal tile.
     """
-    C = L.shape[-2]
+    C = L.shape[1]
     P, A = [], []
     for a in range(0, C, TILE):
         b = min(a + TILE, C)
-        anchor = L[..., a : a + 1, :]
-        decay = (L[..., a:b, :] - anchor).exp2_()
-        end = a if exact else b
-        keys = (k[..., :end, :] * _decay(anchor, L[..., :end, :])).mT
+        anchor, end = L[:, a : a + 1], a if exact else b
+        keys = _decayed(k[:, :end], anchor, L[:, :end]).mT
+        decay = (L[:, a:b] - anchor).exp2_()
         for x, rows in ((q, P), (k, A)):
-            x = x[..., a:b, :]
-            row = (x * decay) @ keys
+            row = [(x[:, a:b] * decay) @ keys]
             if exact:
-                row = torch.cat([row, _diagonal_tile(x, k[..., a:b, :], L[..., a:b, :])], -1)
-            rows.append(F.pad(row, (0, C - b)))
-    return torch.cat(P, -2), torch.cat(A, -2)
+                row.append(_diagonal_tile(x[:, a:b], k[:, a:b], L[:, a:b]))
+            rows.append(F.pad(torch.cat(row, -1), (0, C - b)))
+    return torch.cat(P, 1), torch.cat(A, 1)
 
 
 def _diagonal_tile(x, k, L):
     """The scores of one tile, column by column: every exponent is <= 0, however fast the decay."""
     columns = []
-    for j in range(L.shape[-2]):
-        keys = k[..., j : j + 1, :] * _decay(L[..., j:, :], L[..., j : j + 1, :])
-        columns.append(F.pad((x[..., j:, :] * keys).sum(-1), (j, 0)))
+    for j in range(L.shape[1]):
+        keys = _decayed(k[:, j : j + 1], L[:, j:], L[:, j : j + 1])
+        columns.append(F.pad((x[:, j:] * keys).sum(-1), (j, 0)))
     return torch.stack(columns, -1)
 
 
 def _across_chunks(S, terms, turns):
-    """Carry the states S [N, H, K, V] through turns of n_1 >= n_2 >= ... chunks, of the first n_i documents each."""
+    """Carry the states S [N * H, K, V] through turns; the c-th takes `turns[c]` terms, for the first states in S.
+
+    Returns the outputs, [n * H, C, V] for each turn, and the new states.
+    """
     outputs = []
     for Qh, Kh, Kt, gam, P, A, v, beta in zip(*(x.split(turns) for x in terms)):
         active, finished = S.split([len(Qh), len(S) - len(Qh)])
         Y = torch.baddbmm(v, Kh, active, alpha=-1).mul_(beta)
+        # Transposed: the solver works in place on column-major matrices and would copy row-major ones.
         R = torch.linalg.solve_triangular(A.mT, Y.mT, upper=True, left=False, unitriangular=True).mT
         outputs.append((Qh @ active).baddbmm_(P, R))
         S = (gam * active).baddbmm_(Kt.mT, R)
         if len(finished):
             S = torch.cat([S, finished])
-    return torch.cat(outputs), S
+    return outputs, S
+
+
+def _power(to, since):
+    return F.threshold_(to - since, FORGOTTEN, -math.inf).exp2_()
+
+
+class _Decayed(torch.autograd.Function):
+    """x * 2^(to - since). Backward computes the power again: kept for every use, they would be most of the memory."""
+
+    @staticmethod
+    def forward(ctx, x, to, since):
+        ctx.save_for_backward(x, to, since)
+        return _power(to, since).mul_(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, to, since = ctx.saved_tensors
+        dx = _power(to, since) * grad
+        exponent = dx * x * math.log(2)
+        return dx.sum_to_size(x.shape), exponent.sum_to_size(to.shape), -exponent.sum_to_size(since.shape)
+
+
+_decayed = _Decayed.apply
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ import torch
 
 from ..checks import check_cu_seqlens, check_floating, check_shape
 from ..dispatch import choose
-from . import reference
+from .reference import short_conv as short_conv_reference
 
 
 def short_conv(
@@ -46,4 +46,4 @@ def short_conv(
         if state.dtype != x.dtype:
             raise ValueError(f"state: expected the dtype of x, {x.dtype}, got {state.dtype}")
     choose(impl, x, triton=False)
-    return reference.short_conv(x, weight, state=state, cu_seqlens=cu_seqlens)
+    return short_conv_reference(x, weight, state=state, cu_seqlens=cu_seqlens)

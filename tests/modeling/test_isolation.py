@@ -78,6 +78,7 @@ def test_several_packed_rows_and_every_way_to_say_so(model, ids):
     expected = torch.cat([model(tokens[:, :7]).logits, model(tokens[:, 7:]).logits], dim=1)
     told = (
         {"position_ids": positions},
+        {"position_ids": positions[:1], "attention_mask": torch.ones_like(tokens)},
         {"seq_idx": (positions.diff(dim=-1, prepend=positions[:, :1]) < 0).cumsum(-1)},
         {"cu_seq_lens_q": torch.tensor([0, 7, 20, 27, 40], dtype=torch.int32)},
     )

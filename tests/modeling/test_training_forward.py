@@ -143,7 +143,9 @@ def test_all_reduce_is_called_once_and_sums(tiny, ids):
     update_router_bias(mine, all_reduce)
     assert calls == [torch.int64]
     for a, b in zip(one.model.layers[1:], mine.model.layers[1:], strict=True):
-        assert torch.equal(a.block_sparse_moe.gate.e_score_correction_bias, b.block_sparse_moe.gate.e_score_correction_bias)
+        assert torch.equal(
+            a.block_sparse_moe.gate.e_score_correction_bias, b.block_sparse_moe.gate.e_score_correction_bias
+        )
 
 
 def test_bias_gets_no_gradient_and_balances(tiny, ids):

@@ -19,8 +19,16 @@ def test_trainer_learns_and_balances(tmp_path, flattening):
     trainer = Trainer(
         model=model,
         args=TrainingArguments(
-            tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=8, learning_rate=3e-3,
-            report_to=[], save_strategy="no", logging_steps=1, use_cpu=True, disable_tqdm=True,
+            tmp_path,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=2,
+            max_steps=8,
+            learning_rate=3e-3,
+            report_to=[],
+            save_strategy="no",
+            logging_steps=1,
+            use_cpu=True,
+            disable_tqdm=True,
         ),  # fmt: skip
         train_dataset=rows,
         data_collator=DataCollatorWithFlattening(return_flash_attn_kwargs=True) if flattening else None,
