@@ -24,7 +24,7 @@ def choose(impl: str, tensor: torch.Tensor, *, triton: bool) -> str:
         raise ValueError("impl: 'triton' was asked for, but this operator has no Triton kernel yet")
     if impl == "triton" and not tensor.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
-            f"impl: 'triton' needs a CUDA tensor or TRITON_INTERPRET=1 in the environment, got a tensor on {tensor.device}"
+            f"impl: 'triton' needs a CUDA tensor, or TRITON_INTERPRET=1 in the environment; got one on {tensor.device}"
         )
     return impl
 

@@ -15,6 +15,10 @@ from transformers.utils import is_torch_distributed_available
 from .norm import FullPrecision, GatedRMSNorm
 
 
+if is_torch_distributed_available():
+    from transformers.distributed.tensor_parallel import _AllReduceBackward
+
+
 def expert_parallel_plan(experts: str, gate: str) -> dict[str, str]:
     """The expert-parallel plan for modules called `experts` and `gate` (patterns): 5.23 dispatches in the experts."""
     plan = {f"{experts}.gate_up_proj": "grouped_gemm", f"{experts}.down_proj": "grouped_gemm"}
@@ -25,6 +29,8 @@ def expert_parallel_plan(experts: str, gate: str) -> dict[str, str]:
 
 def register_parallel_styles() -> None:
     """The styles that `base_model_tp_plan` names and transformers lacks. Safe to call twice."""
+    if not is_torch_distributed_available():
+        return
     ParallelInterface.register("moe_lc_heads", HeadsParallel())
     ParallelInterface.register("moe_lc_gate_up", GateUpParallel())
 
@@ -48,8 +54,6 @@ class HeadsParallel(TensorParallelLayer):
 
     @contextmanager
     def context_around_forward(self, module: nn.Module, mesh):
-        from transformers.distributed.tensor_parallel import _AllReduceBackward  # absent where torch is not distributed
-
         whole = dict(module._parameters)
         for name, parameter in whole.items():
             summed = _AllReduceBackward.apply(parameter, mesh.get_group())
@@ -90,5 +94,4 @@ class GateUpParallel(PackedColwiseParallel):
         super().shard_param(module, param, mesh)
 
 
-if is_torch_distributed_available():
-    register_parallel_styles()
+register_parallel_styles()

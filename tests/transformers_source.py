@@ -1,7 +1,7 @@
 """The common tests of transformers' own models, from the source distribution of the installed version.
 
 The wheel has no tests, so pip fetches them, once, into a cache outside the repository; nothing of them is committed.
-MOE_LC_TRANSFORMERS_TESTS names another cache folder, for example one filled beforehand on a machine without a network.
+MOE_LC_TRANSFORMERS_TESTS names another cache folder, for example one filled beforehand for a machine without a network.
 """
 
 import importlib
@@ -45,24 +45,28 @@ class AnyMark:
         return lambda test: test
 
 
+class PipError(RuntimeError):
+    pass
+
+
 def pip(*arguments: str) -> None:
-    command = [sys.executable, "-m", "pip", "--no-input", "--disable-pip-version-check", "--retries=1", *arguments]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    command = [sys.executable, "-m", "pip", "--no-input", "--disable-pip-version-check", "--retries=1", "--timeout=20"]
+    done = subprocess.run([*command, *arguments], check=False, capture_output=True, text=True)
     if done.returncode:
-        raise ConnectionError(f"{' '.join(command)}:\n{done.stderr}")
+        raise PipError(f"pip {' '.join(arguments)}: {done.stderr}")
 
 
 def fetch(folder: Path) -> None:
     """Makes `folder` with the tests and the one package they need; it appears complete or not at all."""
     requirement = f"transformers=={transformers.__version__}"
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        new = Path(scratch, "new")
         pip("download", "--no-deps", "--no-binary=:all:", "--no-build-isolation", f"--dest={scratch}", requirement)
-        new = Path(scratch) / "new"
-        pip("install", "--no-deps", f"--target={new}", "parameterized")
+        pip("install", "--no-deps", f"--target={new}", "parameterized==0.9.0")
         (archive,) = Path(scratch).glob("transformers-*.tar.gz")
         with tarfile.open(archive) as source:
             source.extractall(scratch, filter="data")
-        (Path(scratch) / archive.name.removesuffix(".tar.gz") / "tests").rename(new / PACKAGE)
+        Path(scratch, archive.name.removesuffix(".tar.gz"), "tests").rename(new / PACKAGE)
         (new / PACKAGE / "__init__.py").touch()
         new.rename(folder)
 
@@ -75,14 +79,14 @@ def common_tests(*modules: str) -> list[ModuleType]:
     root = os.environ.get("MOE_LC_TRANSFORMERS_TESTS", "~/.cache/modeling_moe_lc")
     folder = Path(root).expanduser() / f"transformers-{transformers.__version__}"
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
+    with FileLock(f"{folder}.lock"):  # test processes start together
         try:
             if not folder.exists():
                 fetch(folder)
-        except ConnectionError as error:
+        except PipError as error:
             if os.environ.get("CI") == "true":
                 raise
-            pytest.skip(f"the tests of transformers are not to be had: {error}", allow_module_level=True)
+            pytest.skip(f"no tests of transformers {transformers.__version__}: {error}", allow_module_level=True)
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
     for name, contents in NOT_SHIPPED.items():

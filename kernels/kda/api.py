@@ -35,11 +35,11 @@ def kda(
         beta: [B, T, H] write strengths before the sigmoid.
         A_log: [H] log of the gate's rate; above 80 it counts as 80 and gets no gradient.
         dt_bias: [H, K] bias of the gate.
-        lower_bound: lower end of the log-decay of one token, lower_bound * sigmoid(exp(A_log) * (g + dt_bias)), in nats;
+        lower_bound: lower end, in nats, of a token's log-decay, lower_bound * sigmoid(exp(A_log) * (g + dt_bias));
             None for the unbounded -exp(A_log) * softplus(g + dt_bias).
         initial_state: [B, H, K, V], or [N, H, K, V] with `cu_seqlens`; FP32 (FP64 when `q` is FP64); zeros when None.
-        cu_seqlens: [N + 1] int32 or int64, bounds of N documents packed in one row (B = 1), from 0 to T. A document may
-            be empty: its state passes through.
+        cu_seqlens: [N + 1] int32 or int64, bounds of N documents packed in one row (B = 1), from 0 to T. A document
+            may be empty: its state passes through.
         impl: "auto", "triton" or "reference".
 
     Returns:

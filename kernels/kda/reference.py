@@ -25,18 +25,18 @@ FORGOTTEN = -92.0
 
 
 def activate(q, k, g, beta, A_log, dt_bias, lower_bound):
-    """Raw q, k, g [..., H, K] and beta [..., H] to unit q (times K^-1/2) and k, log2 of the decay, and beta in (0, 1)."""
+    """Raw q, k, g [..., H, K], beta [..., H] to unit q (times K^-1/2) and k, log2 of the decay, beta in (0, 1)."""
     dtype = compute_dtype(q)
     q, k, g, beta, A_log, dt_bias = (x.to(dtype) for x in (q, k, g, beta, A_log, dt_bias))
     q = q * (_inverse_norm(q) * q.shape[-1] ** -0.5)
-    k = k * _inverse_norm(k)
+    k = k * (_inverse_norm(k))
     rate = A_log.clamp(max=80.0).exp()[:, None]
-    # Beyond this limit sigmoid and exp have nothing left to lose, and an infinite product would make 0 * inf in backward.
-    limit = -math.log(torch.finfo(dtype).tiny)
     if lower_bound is None:
+        # exp(-limit) is 0, and so is its gradient; without the limit an infinite product would make it 0 * inf.
+        limit = -math.log(torch.finfo(dtype).tiny)
         g = F.softplus(g + dt_bias).mul_(rate).clamp_(max=limit) * -LOG2_E
     else:
-        g = (g + dt_bias).mul_(rate).clamp_(-limit, limit).sigmoid_() * (lower_bound * LOG2_E)
+        g = (g + dt_bias).mul_(rate).sigmoid_() * (lower_bound * LOG2_E)
     return q, k, g, beta.sigmoid()
 
 
@@ -56,7 +56,7 @@ def _initial_states(q, v, initial_state, cu_seqlens):
     if initial_state is not None:
         return initial_state
     documents = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-    return q.new_zeros(documents, q.shape[2], q.shape[3], v.shape[3], dtype=compute_dtype(q))
+    return q.new_zeros(1, q.shape[2], q.shape[3], v.shape[3], dtype=compute_dtype(q)).expand(documents, -1, -1, -1)
 
 
 @without_autocast
@@ -78,8 +78,8 @@ def kda_recurrent(q, k, v, g, beta, *, A_log, dt_bias, lower_bound=-5.0, initial
 def kda_chunk(q, k, v, g, beta, *, A_log, dt_bias, lower_bound=-5.0, initial_state=None, cu_seqlens=None):
     """The same function in chunks of 64 tokens and matrix products. Arguments and results as in `api.kda`.
 
-    A row of a batch and a document of a packed row are the same thing here: a run of the flattened tokens with a state of
-    its own.
+    A row of a batch and a document of a packed row are the same thing here: a run of the flattened tokens with a state
+    of its own.
     """
     B, T, H = q.shape[:3]
     sizes, documents = [], []  # of each chunk its tokens, of each document its chunk numbers
@@ -91,22 +91,31 @@ def kda_chunk(q, k, v, g, beta, *, A_log, dt_bias, lower_bound=-5.0, initial_sta
     chunks = list(zip(*(x.flatten(0, 1).split(sizes) for x in (q, k, v, g, beta))))
     outputs = [None] * len(chunks)
     states = list(_initial_states(q, v, initial_state, cu_seqlens).unbind())
-    longest_first = sorted(range(len(documents)), key=lambda d: -len(documents[d]))
+    for group, segments in _schedule(documents):
+        S = torch.cat([states[document] for document in group])  # [documents * H, K, V]
+        for turns in segments:
+            members = list(itertools.chain(*turns))
+            terms = _within_chunks([chunks[chunk] for chunk in members], A_log, dt_bias, lower_bound)
+            o, S = _across_chunks(S, terms, [H * len(turn) for turn in turns])
+            for chunk, o_chunk in zip(members, itertools.chain(*(o_turn.split(H) for o_turn in o))):
+                outputs[chunk] = o_chunk.transpose(0, 1)[: sizes[chunk]].to(v.dtype)
+        for document, state in zip(group, S.split(H)):
+            states[document] = state
+    return torch.cat(outputs).view(v.shape) if outputs else v, torch.stack(states)
+
+
+def _schedule(documents):
+    """Yield groups of documents that advance together, longest first, each with the segments of its turns.
+
+    A turn holds the c-th chunk of each document that has one, a segment as many turns as make up to `SEGMENT` chunks.
+    """
+    longest_first = sorted(range(len(documents)), key=lambda document: -len(documents[document]))
     for first in range(0, len(documents), SEGMENT):
         group = longest_first[first : first + SEGMENT]
-        turns = itertools.zip_longest(*(documents[d] for d in group))  # the c-th chunk of each document that has one
+        turns = itertools.zip_longest(*(documents[document] for document in group))
         turns = [[chunk for chunk in turn if chunk is not None] for turn in turns]
-        S = torch.cat([states[d] for d in group])  # [documents * H, K, V]
-        for start in range(0, len(turns), SEGMENT // len(group)):
-            segment = turns[start : start + SEGMENT // len(group)]
-            members = list(itertools.chain(*segment))
-            terms = _within_chunks([chunks[chunk] for chunk in members], A_log, dt_bias, lower_bound)
-            o, S = _across_chunks(S, terms, [H * len(turn) for turn in segment])
-            for chunk, o_c in zip(members, (o_c for turn in o for o_c in turn.split(H))):
-                outputs[chunk] = o_c.transpose(0, 1)[: sizes[chunk]].to(v.dtype)
-        for d, state in zip(group, S.split(H)):
-            states[d] = state
-    return torch.cat(outputs).view(v.shape) if outputs else v, torch.stack(states)
+        step = SEGMENT // len(group)
+        yield group, [turns[start : start + step] for start in range(0, len(turns), step)]
 
 
 def _within_chunks(chunks, A_log, dt_bias, lower_bound):
@@ -118,7 +127,7 @@ def _within_chunks(chunks, A_log, dt_bias, lower_bound):
         padding = torch.arange(max(sizes)) >= torch.tensor(sizes)[:, None]
         g = g.masked_fill(padding[..., None, None].to(g.device), 0.0)
     q, k, v, g, beta = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v.to(q.dtype), g, beta[..., None]))
-    L = g.cumsum(1)
+    L = g.cumsum_(1)
     start, end = torch.zeros_like(L[:, :1]), L[:, -1:]
     P, A = _scores(q, k, L, exact=lower_bound is None or lower_bound < FACTORED_LOWER_BOUND)
     Qh, Kh, Kt = _decayed(q, L, start), _decayed(k, L, start), _decayed(k, end, L)
@@ -136,10 +145,11 @@ def _stack(pieces):
 
 
 def _scores(q, k, L, exact):
-    """P and A without beta, [n, C, C]: sum_d x_id k_jd 2^(L_id - L_jd) for x = q and x = k; any finite numbers for j > i.
+    """P and A without beta, [n * H, C, C]: sum_d x_id k_jd 2^(L_id - L_jd) for x = q and x = k.
 
     Row tiles of 16, factored at the tile's first row, which no later token can move: left of the diagonal tile both
     exponents are <= 0, inside it the key's is at most 15 |lower_bound|. `exact` does not factor the diagonal tile.
+    Above the diagonal stand meaningless finite numbers.
     """
     C = L.shape[1]
     P, A = [], []
@@ -148,20 +158,19 @@ def _scores(q, k, L, exact):
         anchor, end = L[:, a : a + 1], a if exact else b
         keys = _decayed(k[:, :end], anchor, L[:, :end]).mT
         decay = (L[:, a:b] - anchor).exp2_()
-        for x, rows in ((q, P), (k, A)):
-            row = [(x[:, a:b] * decay) @ keys]
-            if exact:
-                row.append(_diagonal_tile(x[:, a:b], k[:, a:b], L[:, a:b]))
-            rows.append(F.pad(torch.cat(row, -1), (0, C - b)))
+        tiles = _diagonal_tiles(q[:, a:b], k[:, a:b], L[:, a:b]) if exact else q.new_empty(2, len(q), b - a, 0)
+        for x, rows, tile in zip((q, k), (P, A), tiles):
+            row = torch.cat([(x[:, a:b] * decay) @ keys, tile], -1)
+            rows.append(F.pad(row, (0, C - b)))
     return torch.cat(P, 1), torch.cat(A, 1)
 
 
-def _diagonal_tile(x, k, L):
-    """The scores of one tile, column by column: every exponent is <= 0, however fast the decay."""
-    columns = []
+def _diagonal_tiles(q, k, L):
+    """One tile of P and of A, column by column: every exponent is <= 0, however fast the decay."""
+    rows, columns = torch.stack([q, k]), []
     for j in range(L.shape[1]):
         keys = _decayed(k[:, j : j + 1], L[:, j:], L[:, j : j + 1])
-        columns.append(F.pad((x[:, j:] * keys).sum(-1), (j, 0)))
+        columns.append(F.pad((rows[:, :, j:] * keys).sum(-1), (j, 0)))
     return torch.stack(columns, -1)
 
 

@@ -22,8 +22,8 @@ def short_conv(
         weight: [C, 1, W], the last tap on the current token (W = 4 in the released models), often FP32.
         state: [B, C, W-1], or [N, C, W-1] with `cu_seqlens`: the inputs before the first token, oldest first, in the
             dtype of `x`; zeros when None.
-        cu_seqlens: [N + 1] int32 or int64, bounds of N documents packed in one row (B = 1), from 0 to T. A document may
-            be empty or shorter than W - 1.
+        cu_seqlens: [N + 1] int32 or int64, bounds of N documents packed in one row (B = 1), from 0 to T. A document
+            may be empty or shorter than W - 1.
         impl: "auto", "triton" or "reference".
 
     Returns:

@@ -10,8 +10,8 @@ from modeling_moe_lc.kernels.kda import kda, kda_step
 from modeling_moe_lc.kernels.kda.reference import kda_chunk, kda_recurrent
 
 
-FP64 = 1e-10  # measured 2e-14 for results, 3e-13 for gradients
-ROUNDED = {torch.bfloat16: 1e-2, torch.float16: 1.5e-3}  # measured 3.0e-3 and 3.8e-4
+FP64 = 1e-10  # measured 7e-15 for results, 7e-13 for gradients
+ROUNDED = {torch.bfloat16: 3e-3, torch.float16: 4e-4}  # measured 1.7e-3 and 2.1e-4: the rounding of o alone
 GATES = (-5.0, None)
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 200)
 BOUNDS = (0, 0, 1, 70, 70, 71, 135, 200)  # empty, one token, longer than a chunk, empty, one token, a chunk, the rest
@@ -81,14 +81,16 @@ def test_chunks_equal_recurrence(T, lower_bound):
 
 
 @pytest.mark.parametrize("lower_bound", GATES)
-def test_gradients_of_chunks_equal_gradients_of_recurrence(lower_bound):
-    for T in (1, 17, 130):
-        x, S = inputs(2, T, requires_grad=True), states(2, requires_grad=True)
-        leaves = [*x.values(), S]
-        chunked = results_and_gradients(lambda: kda_chunk(**x, lower_bound=lower_bound, initial_state=S), leaves)
-        recurrent = results_and_gradients(lambda: kda_recurrent(**x, lower_bound=lower_bound, initial_state=S), leaves)
-        for result, expected in zip(chunked, recurrent):
-            assert gap(result, expected) < FP64
+@pytest.mark.parametrize("T", [1, 17, 130])
+def test_gradients_of_chunks_equal_gradients_of_recurrence(T, lower_bound):
+    x, S = inputs(2, T, requires_grad=True), states(2, requires_grad=True)
+    leaves = [*x.values(), S]
+    chunked, recurrent = (
+        results_and_gradients(lambda fn=fn: fn(**x, lower_bound=lower_bound, initial_state=S), leaves)
+        for fn in (kda_chunk, kda_recurrent)
+    )
+    for result, expected in zip(chunked, recurrent):
+        assert gap(result, expected) < FP64
 
 
 @pytest.mark.parametrize("fn", [kda_chunk, kda_recurrent])
@@ -165,7 +167,7 @@ def test_half_precision_inputs_stay_close_to_fp64(dtype):
     o_64, S_64 = kda(**exact, initial_state=states(2, K=16, V=16, dtype=torch.float32).double())
     assert o.dtype == dtype and S.dtype == torch.float32
     assert gap(o, o_64) < ROUNDED[dtype]
-    assert gap(S, S_64) < 1e-5  # measured 2e-7: only o is rounded to the dtype of the inputs
+    assert gap(S, S_64) < 1e-5  # measured 1.4e-6: the state stays FP32
 
 
 @pytest.mark.parametrize("fn", [kda_chunk, kda_recurrent])

@@ -1,4 +1,4 @@
-"""Kimi Delta Attention at its edges: extreme gates, saturated parameters, causality and isolation to the bit, bad inputs."""
+"""Kimi Delta Attention at its edges: extreme gates, causality and isolation to the bit, bad inputs."""
 
 import pytest
 import torch
@@ -7,8 +7,8 @@ from modeling_moe_lc.kernels.kda import kda, kda_step
 from modeling_moe_lc.kernels.kda.reference import kda_chunk, kda_recurrent
 
 
-FP64 = 1e-10  # measured 2e-13
-FP32 = 2e-5  # measured 2e-6
+FP64 = 1e-10  # measured 8e-14
+FP32 = 2e-5  # measured 3e-6
 GATES = (-5.0, None)
 
 
@@ -35,7 +35,7 @@ def gap(result, expected):
     return ((result.double() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
 
 
-def assert_chunks_equal_recurrence(x, lower_bound, with_fp32=True):
+def assert_chunks_equal_recurrence(x, lower_bound):
     """Results and gradients in FP64; results of FP32, which has the smaller range, against FP64."""
     x = {name: t.detach().double().requires_grad_() for name, t in x.items()}
     results = []
@@ -49,8 +49,7 @@ def assert_chunks_equal_recurrence(x, lower_bound, with_fp32=True):
     o, S = kda(**x, lower_bound=lower_bound)
     gradients = torch.autograd.grad(o.square().sum() + S.square().sum(), list(x.values()))
     assert all(gradient.isfinite().all() for gradient in gradients)
-    if with_fp32:
-        assert gap(o, results[1][0]) < FP32 and gap(S, results[1][1]) < FP32
+    assert gap(o, results[1][0]) < FP32 and gap(S, results[1][1]) < FP32
 
 
 @pytest.mark.parametrize("gate", [40.0, -9.0])
@@ -177,7 +176,8 @@ def test_packing_needs_one_row():
 
 
 @pytest.mark.parametrize(
-    "state", [torch.zeros(1, 2, 16, 12), torch.zeros(3, 2, 16, 12).double(), torch.zeros(3, 2, 16, 12, requires_grad=True)]
+    "state",
+    [torch.zeros(1, 2, 16, 12), torch.zeros(3, 2, 16, 12).double(), torch.zeros(3, 2, 16, 12, requires_grad=True)],
 )
 def test_step_refuses_a_state_it_cannot_update(state):
     x = {name: t[:, 0] if t.ndim > 2 else t for name, t in inputs(3, 1, dtype=torch.float32).items()}

@@ -25,7 +25,7 @@ DEVICE = "needs a CUDA device, or more than one"
 PACKAGE = "needs a package that is no dependency: flash-attn, deepspeed or kernels"
 ROPE = "no rotary positions"
 COMPOSITE = "one model without sub-models"
-SKIPPED = {  # test or pattern of tests -> reason; tests that only this machine cannot run are skipped by themselves
+SKIPPED = {  # test or pattern of tests -> reason; what needs a device or a package skips itself where that is missing
     "test_can_load_with_*": DEVICE,
     "test_cpu_offload": DEVICE,
     "test_disk_offload_*": DEVICE,
@@ -52,21 +52,14 @@ SKIPPED = {  # test or pattern of tests -> reason; tests that only this machine 
         "recorded and returned, test_output_router_logits_from_config shows"
     ),
 }
-COMPLETE = Version(transformers.__version__) >= Version(
-    "5.23"
-)  # older tests have fewer names and skip more by themselves
+
+# Older tests have fewer names, and skip more by themselves.
+LIST_IS_COMPLETE = Version(transformers.__version__) >= Version("5.23")
+TESTS = [name for name, value in vars(common.ModelTesterMixin).items() if name.startswith("test_") and callable(value)]
 
 
 def reason_to_skip(name: str) -> str | None:
     return next((reason for pattern, reason in SKIPPED.items() if fnmatch(name, pattern)), None)
-
-
-def skips_itself(name: str) -> bool:
-    return getattr(getattr(common.ModelTesterMixin, name), "__unittest_skip__", False)
-
-
-NAMES = [name for name in dir(common.ModelTesterMixin) if name.startswith("test_")]
-TESTS = [name for name in NAMES if callable(getattr(common.ModelTesterMixin, name))]
 
 
 class ModelTester:
@@ -103,7 +96,7 @@ class TestKimiK3(common.ModelTesterMixin, unittest.TestCase):
         self.enterContext(patch.dict(common.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, {model_type: "MoeLcForCausalLM"}))
 
     def skipTest(self, reason):
-        if COMPLETE:
+        if LIST_IS_COMPLETE:
             self.fail(f"skips itself, but is not in SKIPPED: {reason}")
         super().skipTest(reason)
 
@@ -153,7 +146,7 @@ class TestKimiK3(common.ModelTesterMixin, unittest.TestCase):
 
 
 for name in TESTS:
-    if reason_to_skip(name) and not skips_itself(name):
+    if reason_to_skip(name) not in (None, DEVICE, PACKAGE):
         setattr(TestKimiK3, name, unittest.skip(reason_to_skip(name))(getattr(TestKimiK3, name)))
 
 
@@ -174,7 +167,8 @@ class TestKimiLinear(TestKimiK3):
     model_tester_class = KimiLinearTester
 
 
-@pytest.mark.skipif(not COMPLETE, reason="the list follows the newest supported transformers")
+@pytest.mark.skipif(not LIST_IS_COMPLETE, reason="the list follows the newest supported transformers")
 def test_what_is_skipped_is_listed_and_what_is_listed_exists():
     assert [pattern for pattern in SKIPPED if not any(fnmatch(name, pattern) for name in TESTS)] == []
-    assert [name for name in TESTS if skips_itself(name) and reason_to_skip(name) is None] == []
+    unable = [name for name in TESTS if getattr(getattr(common.ModelTesterMixin, name), "__unittest_skip__", False)]
+    assert [name for name in unable if reason_to_skip(name) is None] == []
