@@ -61,7 +61,7 @@ def import_closure(package: str, search_path: Iterable[str | Path], entries: Ite
     Raises:
         ValueError: naming file and line, for code that transformers' loader would not carry over or would not load.
     """
-    search_path = [Path(folder) for folder in search_path]
+    folders = [Path(folder) for folder in search_path]
     modules: dict[str, _Module] = {}
     at_load: set[str] = set()
     waiting = [(entry, True) for entry in entries]
@@ -70,7 +70,7 @@ def import_closure(package: str, search_path: Iterable[str | Path], entries: Ite
         if name in modules and (name in at_load or not loaded):
             continue
         if name not in modules:
-            modules[name] = _Module(name, package, search_path)
+            modules[name] = _Module(name, package, folders)
         if loaded:
             at_load.add(name)
         for item, origins in modules[name].relative_imports:
@@ -150,7 +150,9 @@ class _Module:
         starts = list(itertools.accumulate((len(line) + 1 for line in self.bytes.split(b"\n")), initial=0))
         return starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
 
-    def _flattened(self, node: ast.ImportFrom, origins: dict[str, list[tuple[str, str]]]) -> tuple[int, int, str]:
+    def _flattened(
+        self, node: ast.Import | ast.ImportFrom, origins: dict[str, list[tuple[str, str]]]
+    ) -> tuple[int, int, str]:
         start, end = self._span(node)
         statement = self.bytes[start:end].decode()
         names = [(alias.name, alias.asname or alias.name) for alias in node.names]

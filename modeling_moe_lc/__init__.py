@@ -9,12 +9,12 @@ if (
 ).is_dir():  # a checkout: configuration/, kernels/, conversion/, training/ stand beside this folder
     __path__.append(str(_checkout))
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM  # noqa: E402
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from .backends import KDAInterface  # noqa: E402
-from .configuration.configuration_moe_lc import MoeLcTextConfig  # noqa: E402
-from .modeling_moe_lc import MoeLcForCausalLM, MoeLcPreTrainedModel, MoeLcTextModel  # noqa: E402
-from .router import update_router_bias  # noqa: E402
+from .backends import KDAInterface
+from .configuration.configuration_moe_lc import MoeLcTextConfig
+from .modeling_moe_lc import MoeLcForCausalLM, MoeLcPreTrainedModel, MoeLcTextModel
+from .router import update_router_bias
 
 
 __version__ = "0.1.0"

@@ -4,6 +4,7 @@ Keys and values of all heads come from one latent of `kv_lora_rank` channels per
 that the heads share (they carry a released name, but are never rotated). Only these are cached.
 """
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -127,7 +128,7 @@ class GatedMLA(nn.Module):
         borders = segments.cu_seqlens.tolist()
         outputs = [
             self.expanded_attention(q[:, a:b], latent[:, a:b], k_rope[:, a:b], None, **kwargs)[0]
-            for a, b in zip(borders, borders[1:], strict=False)
+            for a, b in itertools.pairwise(borders)
             if b > a
         ]
         return torch.cat(outputs, dim=1).unflatten(1, (batch, length))[0]  # [B, T, H, V]

@@ -5,6 +5,7 @@ blocks         finished blocks of the attention residuals, the first is the embe
 """
 
 import math
+from typing import Unpack
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
-from transformers.utils import can_return_tuple
+from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attn_res import AttnRes, OrdinaryResidual
@@ -114,6 +115,8 @@ class MoeLcPreTrainedModel(PreTrainedModel):
             init.normal_(module.weight, std=std)
             init.zeros_(module.e_score_correction_bias)
             init.zeros_(module.counts)
+        elif isinstance(module, MoeLcTextModel):
+            init.zeros_(module.documents_seen)
         elif isinstance(module, ShortConv):
             bound = module.weight.shape[-1] ** -0.5
             init.uniform_(module.weight, -bound, bound)
@@ -152,7 +155,7 @@ class MoeLcTextModel(MoeLcPreTrainedModel):
         use_cache: bool | None = None,
         cu_seq_lens_q: torch.Tensor | None = None,
         seq_idx: torch.Tensor | None = None,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> MoeModelOutputWithPast:
         r"""
         Args:
@@ -252,7 +255,7 @@ class MoeLcForCausalLM(MoeLcPreTrainedModel, GenerationMixin):
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> MoeCausalLMOutputWithPast:
         r"""
         Args:

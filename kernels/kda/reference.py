@@ -193,7 +193,7 @@ def _across_chunks(S, terms, turns):
 
 
 def _power(to, since):
-    return F.threshold_(to - since, FORGOTTEN, -math.inf).exp2_()
+    return torch.threshold_(to - since, FORGOTTEN, -math.inf).exp2_()
 
 
 class _Decayed(torch.autograd.Function):

@@ -29,7 +29,7 @@ def test_trainer_learns_and_balances(tmp_path, flattening):
             logging_steps=1,
             use_cpu=True,
             disable_tqdm=True,
-        ),  # fmt: skip
+        ),
         train_dataset=rows,
         data_collator=DataCollatorWithFlattening(return_flash_attn_kwargs=True) if flattening else None,
         callbacks=[RouterBalanceCallback()],
