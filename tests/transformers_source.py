@@ -64,6 +64,7 @@ def fetch(folder: Path) -> None:
     requirement = f"transformers=={transformers.__version__}"
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         new = Path(scratch, "new")
+        new.mkdir()
         pip("download", "--no-deps", "--no-binary=:all:", "--no-build-isolation", f"--dest={scratch}", requirement)
         (archive,) = Path(scratch).glob("transformers-*.tar.gz")
         with tarfile.open(archive) as source:
