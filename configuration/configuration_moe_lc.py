@@ -71,7 +71,7 @@ class MoeLcTextConfig(PreTrainedConfig):
         "model_max_length": "max_position_embeddings",
     }
     # Heads and MLP widths are split; norms, low-rank inputs, router, latent projections and AttnRes stay whole. The
-    # expert-parallel plan differs between versions of transformers: modeling_moe_lc/compat.py.
+    # expert-parallel plan differs between versions of transformers: modeling_moe_lc/parallel_plans.py.
     base_model_tp_plan = {
         "embed_tokens": "embedding_rowwise",
         "layers.*.self_attn": "moe_lc_heads",

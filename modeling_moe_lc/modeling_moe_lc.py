@@ -20,13 +20,13 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attn_res import AttnRes, OrdinaryResidual
-from .compat import expert_parallel_plan
 from .configuration.configuration_moe_lc import MoeLcTextConfig
 from .gated_mla import GatedMLA
 from .kda import Decay, KimiDeltaAttention, ShortConv
 from .latent_moe import LatentMoE, MoeLcExperts
 from .loss import chunked_causal_lm_loss, keep_logits
 from .norm import GatedRMSNorm, RMSNorm
+from .parallel_plans import expert_parallel_plan
 from .registration import register_backends
 from .released_names import register_released_names
 from .router import Router

@@ -1,4 +1,4 @@
-"""The one place that knows differences between supported versions of transformers, and our own parallel styles."""
+"""Tensor and expert parallelism by transformers' plans: the styles that it lacks, and the plan of the experts."""
 
 from contextlib import contextmanager
 
