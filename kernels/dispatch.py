@@ -1,6 +1,7 @@
 """Which implementation of an operator runs, and in which precision."""
 
 import functools
+import importlib.util
 import os
 from collections.abc import Callable
 
@@ -13,13 +14,13 @@ IMPLEMENTATIONS = ("auto", "triton", "reference")
 def choose(impl: str, tensor: torch.Tensor, *, triton: bool) -> str:
     """Return "triton" or "reference" for the caller's `impl`.
 
-    "auto" takes Triton when the operator has it (`triton=True`) and `tensor` is on CUDA. An explicit "triton" never
+    "auto" takes Triton when the operator has it (`triton=True`), it is installed, and `tensor` is on CUDA. An explicit "triton" never
     falls back: ValueError says why it cannot run. On a CPU it runs under Triton's interpreter (TRITON_INTERPRET=1).
     """
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl: expected one of {IMPLEMENTATIONS}, got {impl!r}")
     if impl == "auto":
-        return "triton" if triton and tensor.is_cuda else "reference"
+        return "triton" if triton and tensor.is_cuda and _triton_installed() else "reference"
     if impl == "triton" and not triton:
         raise ValueError("impl: 'triton' was asked for, but this operator has no Triton kernel yet")
     if impl == "triton" and not tensor.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
@@ -27,6 +28,11 @@ def choose(impl: str, tensor: torch.Tensor, *, triton: bool) -> str:
             f"impl: 'triton' needs a CUDA tensor, or TRITON_INTERPRET=1 in the environment; got one on {tensor.device}"
         )
     return impl
+
+
+@functools.cache
+def _triton_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def compute_dtype(tensor: torch.Tensor) -> torch.dtype:

@@ -27,14 +27,14 @@ from .checkpoint import checkpoints, prune, read_state, restore, save_checkpoint
 from .corpus import fingerprint, iterate_documents, split_corpus, standard_library
 from .evaluate import Evaluation, evaluate, loss_by_position, xz_bits_per_byte
 from .figure import plot_run
-from .optim import adamw, warmup_cosine
+from .optim import adamw, initialise, set_learning_rate, warmup_cosine
 from .packing import Pack, PackedBatches, collate, count_tokens, pack
-from .plan import Settings, fitting_steps, remove_run, settings_of
+from .plan import Settings, faster_threads, fitting_steps, remove_run, settings_of
 from .report import build_tables, machine, write_report
 from .tokenizer import encode_documents, train_tokenizer
 
 
-STEPS = [76, 18, 6]
+STEPS = [72, 18, 10]
 TRAINING_SHARE = 0.75  # of the minutes; the rest is for reading, evaluation and saving
 SECONDS_BETWEEN_CHECKPOINTS = 60.0
 CLIP = 1.0
@@ -51,10 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, nargs="+", help=f"of each stage, however long they take (default: {STEPS}, if they fit)")
     add("--lengths", type=int, nargs="+", default=[512, 2048, 8192], help="tokens per sequence of each stage")
     add("--tokens-per-step", type=int, default=8192, help="the same in all stages (default: %(default)s)")
-    add("--learning-rate", type=float, default=6e-3, help="at its peak (default: %(default)s)")
-    add("--warmup", type=int, default=10, help="steps up to the peak (default: %(default)s)")
+    add("--learning-rate", type=float, default=1e-2, help="at its peak (default: %(default)s)")
+    add("--warmup", type=int, default=5, help="steps up to the peak (default: %(default)s)")
     add("--preset", default="nano", help="shape of the model (default: %(default)s)")
     add("--balance", default="quantile", help="method of router_balance (default: %(default)s)")
+    add("--threads", type=int, help="of torch (default: 1 or one per core, whichever is faster at the start)")
     add("--seed", type=int, default=0, help="of initialisation, data order and sample (default: %(default)s)")
     add("--corpus", type=Path, default=standard_library(), help="folder of .py files (default: the standard library)")
     add("--held-out-share", type=float, default=0.05, help="share of the files, by name (default: %(default)s)")
@@ -86,6 +87,10 @@ def run(args: argparse.Namespace) -> None:
     if checkpoint is None:
         torch.manual_seed(settings.seed)
         model = MoeLcForCausalLM(config)
+        initialise(model)
+        if settings.threads is None:
+            settings = dataclasses.replace(settings, threads=faster_threads(model, batches[0][0][:2]))
+        torch.set_num_threads(settings.threads)
         optimizer = adamw(model)
         at_start = evaluate(model, held_out_packs[settings.lengths[-1]], settings.tokens_per_step)
         state = {
@@ -100,6 +105,7 @@ def run(args: argparse.Namespace) -> None:
             settings = dataclasses.replace(settings, steps=fitting_steps(model, batches, STEPS, seconds))
     else:
         print(f"going on from {checkpoint}", flush=True)
+        torch.set_num_threads(settings.threads)
         state = read_state(checkpoint)
         if state["corpus"] != fingerprint([*training, *held_out]):
             raise ValueError(f"corpus: expected the files that {out} began with, got others in {settings.corpus}")
@@ -164,8 +170,7 @@ def train(
     for step in range(state["step"], ends[-1]):
         begun = time.monotonic()
         stage = bisect.bisect_right(ends, step)
-        for group in optimizer.param_groups:
-            group["lr"] = warmup_cosine(step, ends[-1], settings.learning_rate, settings.warmup)
+        set_learning_rate(optimizer, warmup_cosine(step, ends[-1], settings.learning_rate, settings.warmup))
         loss = model(**collate(plan[step]), use_cache=False).loss
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)

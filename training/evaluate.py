@@ -15,6 +15,9 @@ from .balance import counting
 from .packing import IGNORED, Pack, collate, count_tokens
 
 
+SLICE = 1024  # tokens of a prefill through the cache; attention may hold SLICE x length scores per head
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """Sums over held-out text. `nats`: negative log-likelihood of `predictions` predicted tokens; `tokens`: tokens that
@@ -117,7 +120,7 @@ def loss_by_position(model: nn.Module, input_ids: list[int], trained_length: int
     length = len(input_ids)
     borders = [0, *(length >> halvings for halvings in range(6, -1, -1))]
     pieces = losses_in_pieces(model, input_ids, trained_length)
-    one_document = losses_in_one_document(model, input_ids, trained_length).masked_fill(pieces.isnan(), math.nan)
+    one_document = losses_in_one_document(model, input_ids, SLICE).masked_fill(pieces.isnan(), math.nan)
     # losses[i] is of position i + 1: nothing is predicted at position 0
     ranges = [slice(max(0, start - 1), end - 1) for start, end in itertools.pairwise(borders)]
     return {

@@ -1,28 +1,59 @@
-"""AdamW with decay on matrices only, and the learning rate over a run."""
+"""What a short run from scratch needs beside the model: a start that learns at once, AdamW, the learning rate."""
 
 import math
 
 import torch
 from torch import nn
 
+from ..gated_mla import GatedMLA
+from ..kda import KimiDeltaAttention
+from ..latent_moe import LatentMoE
+from ..situ_glu import SiTUGLU
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Two groups for an optimiser: matrices (linear weights, experts, embeddings), which decay, and the rest (norms,
-    gates' biases, short convolutions, depth-mixing queries), which does not.
 
-    A matrix, or a stack of them, is a parameter whose last two dimensions are both larger than 1: a short convolution
-    [channels, 1, width] is not.
+EMBEDDING_RATE = 20.0  # times the learning rate: most rows of the table are met only now and then
+
+
+def initialise(model: nn.Module) -> None:
+    """Changes a freshly built model so that it starts as its embedding followed by its head.
+
+    Embeddings get a standard deviation of 1, and every projection that writes to the residual stream is zero. Otherwise
+    the tokens' own vectors, as small as all weights at first, drown in the output of untrained layers, and hundreds of
+    steps go by before the loss falls below that of token frequencies.
     """
-    matrices, others = [], []
-    for parameter in model.parameters():
-        is_matrix = parameter.ndim >= 2 and 1 not in parameter.shape[-2:]
-        (matrices if is_matrix else others).append(parameter)
-    return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    nn.init.normal_(model.get_input_embeddings().weight, std=1.0)
+    for module in model.modules():
+        if isinstance(module, (KimiDeltaAttention, GatedMLA)):
+            nn.init.zeros_(module.o_proj.weight)
+        elif isinstance(module, SiTUGLU):
+            nn.init.zeros_(module.down_proj.weight)
+        elif isinstance(module, LatentMoE):
+            nn.init.zeros_(module.routed_expert_up_proj.weight if module.has_latent else module.experts.down_proj)
 
 
 def adamw(model: nn.Module, weight_decay: float = 0.1, betas: tuple[float, float] = (0.9, 0.95)) -> torch.optim.AdamW:
-    """AdamW over `parameter_groups`; the learning rate is set at every step."""
-    return torch.optim.AdamW(parameter_groups(model, weight_decay), lr=0.0, betas=betas, fused=True)
+    """AdamW with decay on matrices only; `set_learning_rate` before every step.
+
+    A matrix, or a stack of them, is a parameter whose last two dimensions are both larger than 1: norms, biases and short
+    convolutions [channels, 1, width] are not. The embedding is one, with a learning rate of its own.
+    """
+    embedding = model.get_input_embeddings().weight
+    matrices, others = [], []
+    for parameter in model.parameters():
+        if parameter is not embedding:
+            (matrices if parameter.ndim >= 2 and 1 not in parameter.shape[-2:] else others).append(parameter)
+    groups = [
+        {"params": [embedding], "weight_decay": weight_decay, "rate": EMBEDDING_RATE},
+        {"params": matrices, "weight_decay": weight_decay, "rate": 1.0},
+        {"params": others, "weight_decay": 0.0, "rate": 1.0},
+    ]
+    return torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=True)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Sets every group's learning rate to `rate` times the group's own factor."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["rate"]
 
 
 def warmup_cosine(step: int, steps: int, peak: float, warmup: int, final: float = 0.1) -> float:

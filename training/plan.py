@@ -8,15 +8,17 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from .checkpoint import checkpoints
-from .packing import PackedBatches, collate
+from .packing import Pack, PackedBatches, collate
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Everything that decides the numbers of a run. `lengths` and `steps` have one entry per stage."""
+    """Everything that decides the numbers of a run, on one kind of machine to the bit. `lengths` and `steps` have one entry
+    per stage; `steps` and `threads` are None until they are measured."""
 
     corpus: str
     held_out_share: float
@@ -28,6 +30,7 @@ class Settings:
     tokens_per_step: int
     learning_rate: float
     warmup: int
+    threads: int | None
 
     def __post_init__(self):
         if self.lengths != sorted(set(self.lengths)) or self.tokens_per_step % self.lengths[-1]:
@@ -37,6 +40,8 @@ class Settings:
             )
         if self.steps is not None and (len(self.steps) != len(self.lengths) or min(self.steps) < 1):
             raise ValueError(f"steps: expected a positive number for each length in {self.lengths}, got {self.steps}")
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"threads: expected at least 1, got {self.threads}")
 
     def command(self) -> str:
         """The command that repeats the run exactly."""
@@ -49,7 +54,7 @@ class Settings:
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """The settings in the command line; `--steps` left out takes the steps of the run that is already in `args.out`.
+    """The settings in the command line; what it leaves to be measured comes from the run that is already in `args.out`.
 
     Raises ValueError if that folder holds a run with other settings.
     """
@@ -59,8 +64,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
     if not file.exists() or not checkpoints(args.out):
         return settings
     known = Settings(**json.loads(file.read_text()))
-    if settings.steps is None:
-        settings = dataclasses.replace(settings, steps=known.steps)
+    measured = {name: getattr(known, name) for name in ("steps", "threads") if getattr(settings, name) is None}
+    settings = dataclasses.replace(settings, **measured)
     different = [name for name, value in dataclasses.asdict(known).items() if getattr(settings, name) != value]
     if different:
         raise ValueError(
@@ -82,20 +87,35 @@ def remove_run(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def faster_threads(model: nn.Module, batch: Sequence[Pack]) -> int:
+    """One thread or as many as torch would use, whichever takes less time for a forward and backward of `batch`.
+
+    On a machine that others use as well, threads that wait for one another can be many times slower than one alone.
+    """
+    every = torch.get_num_threads()
+    if every == 1:
+        return 1
+    _seconds(model, batch)  # the first pass also allocates
+    times = {}
+    for threads in (1, every):
+        torch.set_num_threads(threads)
+        times[threads] = _seconds(model, batch)
+    return min(times, key=times.__getitem__)
+
+
 def fitting_steps(
     model: nn.Module, batches: Sequence[PackedBatches], steps: Sequence[int], seconds: float
 ) -> list[int]:
-    """`steps` of each stage, all scaled down by one factor where this machine would need more than `seconds`.
-
-    Measures one forward and backward per stage, in evaluation mode, so that the routers count nothing.
-    """
-    model.eval()
-    needed = 0.0
-    for stage, count in zip(batches, steps, strict=True):
-        inputs = collate(stage[0])
-        begun = time.monotonic()
-        model(**inputs, use_cache=False).loss.backward()
-        needed += count * (time.monotonic() - begun)
-        model.zero_grad()
+    """`steps` of each stage, all scaled down by one factor where this machine would need more than `seconds`."""
+    needed = sum(count * _seconds(model, stage[0]) for stage, count in zip(batches, steps, strict=True))
     factor = min(1.0, max(seconds, 0.0) / needed)
     return [max(1, int(count * factor)) for count in steps]
+
+
+def _seconds(model: nn.Module, batch: Sequence[Pack]) -> float:
+    """What a forward and backward takes, in evaluation mode, so that the routers count nothing."""
+    model.eval()
+    begun = time.monotonic()
+    model(**collate(batch), use_cache=False).loss.backward()
+    model.zero_grad()
+    return time.monotonic() - begun

@@ -53,11 +53,12 @@ def kda(
     _check_tokens("B T", dims, q, k, v, g, beta)
     _check_gate(dims, A_log, dt_bias, lower_bound)
     if cu_seqlens is not None:
-        dims["N"] = len(check_cu_seqlens(cu_seqlens, dims["B"], dims["T"])) - 1
+        check_cu_seqlens(cu_seqlens, dims["B"], dims["T"])
+        dims["N"] = len(cu_seqlens) - 1
     if initial_state is not None:
         _check_state("initial_state", "B H K V" if cu_seqlens is None else "N H K V", dims, initial_state, q)
-    choose(impl, q, triton=False)
-    return kda_chunk(
+    run = _fused(q, v, lower_bound, impl) if choose(impl, q, triton=True) == "triton" else kda_chunk
+    return run(
         q,
         k,
         v,
@@ -69,6 +70,16 @@ def kda(
         initial_state=initial_state,
         cu_seqlens=cu_seqlens,
     )
+
+
+def _fused(q, v, lower_bound, impl):
+    """The Triton implementation; for "auto" the reference where the kernels cannot take the inputs."""
+    from .fused import kda_fused, supports
+
+    refused = supports(q, v, lower_bound)
+    if refused and impl == "triton":
+        raise ValueError(f"impl: 'triton' was asked for, but {refused}")
+    return kda_chunk if refused else kda_fused
 
 
 def kda_step(

@@ -39,7 +39,8 @@ def short_conv(
     check_floating("x", x)
     check_floating("weight", weight)
     if cu_seqlens is not None:
-        dims["N"] = len(check_cu_seqlens(cu_seqlens, dims["B"], dims["T"])) - 1
+        check_cu_seqlens(cu_seqlens, dims["B"], dims["T"])
+        dims["N"] = len(cu_seqlens) - 1
     if state is not None:
         dims["W-1"] = dims["W"] - 1
         check_shape("state", state, "B C W-1" if cu_seqlens is None else "N C W-1", dims)

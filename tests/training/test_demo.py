@@ -17,7 +17,7 @@ from modeling_moe_lc.training.corpus import is_held_out
 
 STEPS = (3, 2, 2)
 ARGUMENTS = [
-    *("--preset", "tiny", "--held-out-share", "0.3", "--learning-rate", "0.01", "--warmup", "2"),
+    *("--preset", "tiny", "--held-out-share", "0.3", "--learning-rate", "0.01", "--warmup", "2", "--threads", "1"),
     *("--tokens-per-step", "128", "--lengths", "32", "64", "128", "--steps", *map(str, STEPS)),
 ]
 
@@ -162,6 +162,7 @@ def test_restart_deletes_runs_only(call, tmp_path, capsys):
         ("--lengths 64 32", "lengths: expected ascending lengths"),
         ("--lengths 48 96", "the last of which divides tokens-per-step = 128"),
         ("--steps 1 2", "steps: expected a positive number for each length"),
+        ("--threads 0", "threads: expected at least 1, got 0"),
         ("--preset nothing", "preset: expected one of"),
         ("--held-out-share 0", "held-out share: expected a number between 0 and 1"),
     ),

@@ -1,6 +1,5 @@
 """Evaluation adds up: packed = alone, one pass = slices, bits per byte are those of the whole text."""
 
-import itertools
 import lzma
 import math
 
@@ -19,7 +18,6 @@ from modeling_moe_lc.training.evaluate import (
     losses_in_pieces,
     xz_bits_per_byte,
 )
-from modeling_moe_lc.training.optim import adamw, warmup_cosine
 from modeling_moe_lc.training.packing import collate, pack
 
 
@@ -114,19 +112,3 @@ def test_xz_pays_for_each_text_on_its_own():
     texts = [b"import os\n" * 50, bytes(range(256))]
     sizes = [8 * len(lzma.compress(text, preset=9)) for text in texts]
     assert xz_bits_per_byte(texts) == pytest.approx(sum(sizes) / (500 + 256))
-
-
-def test_only_matrices_decay_and_every_parameter_is_optimised_once(model):
-    decayed, others = (group["params"] for group in adamw(model).param_groups)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    assert sorted(map(id, [*decayed, *others])) == sorted(names)
-    kinds = ("norm", "conv1d", "A_log", "dt_bias", "_res.")
-    assert not [names[id(one)] for one in decayed if any(kind in names[id(one)] for kind in kinds)]
-    assert not [names[id(one)] for one in others if not any(kind in names[id(one)] for kind in kinds)]
-
-
-def test_learning_rate_rises_to_its_peak_and_falls_to_a_tenth():
-    rates = [warmup_cosine(step, 40, 0.5, warmup=8) for step in range(40)]
-    assert rates[:8] == pytest.approx([0.5 * (step + 1) / 8 for step in range(8)])
-    assert all(later < earlier for earlier, later in itertools.pairwise(rates[7:]))
-    assert rates[-1] == pytest.approx(0.05)

@@ -1,0 +1,160 @@
+"""The Triton kernels compute what the recurrence says: outputs, states and every gradient; on a CPU under the interpreter."""
+
+import pytest
+import torch
+
+from modeling_moe_lc.kernels.kda import kda
+from modeling_moe_lc.kernels.kda.reference import kda_chunk, kda_recurrent
+
+
+# Relative errors, FP32. Measured under the interpreter: 1e-6 for outputs and states, 2e-5 for gradients. dA_log and ddt_bias
+# are sums over all tokens that nearly cancel at these lengths: 1e-4.
+LIMIT = {"o": 1e-5, "state": 2e-5, "A_log": 5e-4, "dt_bias": 5e-4}
+GRADIENT = 5e-5
+# Against FP64 on an H200, BF16 inputs; the goal of FLA's own figures is 3e-3 to 5.5e-3.
+GPU_LIMIT = {"o": 5e-3, "state": 5e-3, "A_log": 1e-2, "dt_bias": 1e-2}
+GPU_GRADIENT = 6e-3
+NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+
+
+def make(B, T, H, K, V, *, documents=None, gate="fast", dtype=torch.float32, device="cpu", seed=0):
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator, device=device)
+
+    q, k, g, v, beta = random(B, T, H, K), random(B, T, H, K), random(B, T, H, K), random(B, T, H, V), random(B, T, H)
+    g = g - 6 if gate == "slow" else g
+    inputs = [x.to(dtype) for x in (q, k, v, g, beta)]
+    states = B if documents is None else len(documents) - 1
+    return [*inputs, 0.3 * random(H), random(H, K), random(states, H, K, V)]
+
+
+def run(fn, tensors, lower_bound, cu_seqlens, cotangents, **kwargs):
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    *tokens, A_log, dt_bias, state = leaves
+    o, final = fn(
+        *tokens, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, initial_state=state, cu_seqlens=cu_seqlens, **kwargs
+    )  # fmt: skip
+    gradients = torch.autograd.grad([o, final], leaves, [c.to(x) for c, x in zip(cotangents, (o, final), strict=True)])
+    return {"o": o.detach(), "state": final.detach(), **dict(zip(NAMES, gradients, strict=True))}
+
+
+def assert_close(ours, theirs, limits, gradient):
+    for name, reference in theirs.items():
+        error = (ours[name].double() - reference).norm() / reference.norm()
+        assert error < limits.get(name, gradient), (name, error.item())
+
+
+CASES = {
+    "one token": (1, 1, 2, 16, 16, None),
+    "63": (1, 63, 1, 32, 32, None),
+    "64, two rows": (2, 64, 2, 16, 32, None),
+    "65": (2, 65, 1, 32, 16, None),
+    "130": (1, 130, 2, 16, 16, None),
+    "documents": (1, 133, 1, 16, 16, [0, 0, 57, 58, 58, 133]),
+    "short documents": (1, 64, 2, 16, 16, [0, 1, 2, 3, 64]),
+}
+
+
+@pytest.mark.parametrize("lower_bound", [-5.0, -1.0, None], ids=["bounded", "bounded at -1", "softplus"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_fused_equals_the_recurrence(case, lower_bound, poison_empty):
+    B, T, H, K, V, documents = case
+    tensors = make(B, T, H, K, V, documents=documents)
+    cu_seqlens = None if documents is None else torch.tensor(documents, dtype=torch.int32)
+    cotangents = torch.randn(B, T, H, V), torch.randn_like(tensors[-1])
+    ours = run(kda, tensors, lower_bound, cu_seqlens, cotangents, impl="triton")
+    theirs = run(kda_recurrent, [x.double() for x in tensors], lower_bound, cu_seqlens, cotangents)
+    assert_close(ours, theirs, LIMIT, GRADIENT)
+
+
+@pytest.mark.parametrize("decay", [20.0, 300.0])
+def test_any_decay_of_the_softplus_gate(decay):
+    tensors = make(1, 70, 1, 16, 16)
+    tensors[3] = tensors[3] + decay
+    tensors[5] = tensors[5] + 3.0
+    cotangents = torch.randn(1, 70, 1, 16), torch.randn_like(tensors[-1])
+    ours = run(kda, tensors, None, None, cotangents, impl="triton")
+    assert all(x.isfinite().all() for x in ours.values())
+    theirs = run(kda_recurrent, [x.double() for x in tensors], None, None, cotangents)
+    for name in ("o", "q", "k", "v", "beta"):
+        assert (ours[name] - theirs[name]).norm() < 1e-4 * theirs[name].norm() + 1e-6, name
+
+
+def test_saturated_bounded_gate_and_a_huge_rate():
+    tensors = make(1, 70, 1, 16, 16)
+    tensors[3] = torch.full_like(tensors[3], 50.0)
+    tensors[5] = torch.full_like(tensors[5], 100.0)
+    cotangents = torch.randn(1, 70, 1, 16), torch.randn_like(tensors[-1])
+    ours = run(kda, tensors, -5.0, None, cotangents, impl="triton")
+    theirs = run(kda_recurrent, [x.double() for x in tensors], -5.0, None, cotangents)
+    assert all(x.isfinite().all() for x in ours.values())
+    assert not ours["A_log"].any()
+    for name in ("o", "q", "k", "v", "beta"):
+        assert (ours[name] - theirs[name]).norm() < 1e-4 * theirs[name].norm() + 1e-6, name
+
+
+@torch.no_grad()
+def test_suffix_leaves_every_bit_of_the_prefix_alone():
+    *tokens, A_log, dt_bias, state = make(1, 100, 1, 16, 16)
+    kwargs = {"A_log": A_log, "dt_bias": dt_bias, "initial_state": state, "impl": "triton"}
+    o, _ = kda(*tokens, **kwargs)
+    for t in (1, 31, 32, 63, 64, 99):
+        changed = [torch.cat([x[:, :t], torch.randn_like(x[:, t:])], dim=1) for x in tokens]
+        assert torch.equal(kda(*changed, **kwargs)[0][:, :t], o[:, :t]), t
+
+
+def test_groups_of_heads_change_no_bit(monkeypatch):
+    from modeling_moe_lc.kernels.kda import fused
+
+    tensors = make(1, 70, 4, 16, 16)
+    cotangents = torch.randn(1, 70, 4, 16), torch.randn_like(tensors[-1])
+    whole = run(kda, tensors, -5.0, None, cotangents, impl="triton")
+    monkeypatch.setattr(fused, "WORKSPACE_BYTES", 1)
+    for name, x in run(kda, tensors, -5.0, None, cotangents, impl="triton").items():
+        assert torch.equal(x, whole[name]), name
+
+
+def test_inputs_that_the_kernels_do_not_take_are_refused_by_name():
+    for tensors, lower_bound, name in (
+        (make(1, 5, 1, 24, 16), -5.0, "K"),
+        (make(1, 5, 1, 16, 24), -5.0, "V"),
+        (make(1, 5, 1, 16, 16), -7.0, "lower_bound"),
+        ([x.double() for x in make(1, 5, 1, 16, 16)], -5.0, "q"),
+    ):
+        *tokens, A_log, dt_bias, _ = tensors
+        with pytest.raises(ValueError, match=name):
+            kda(*tokens, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, impl="triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gate", ["fast", "slow"])
+@pytest.mark.parametrize("lower_bound", [-5.0, None], ids=["bounded", "softplus"])
+@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize("T", [1, 63, 64, 65, 2048])
+def test_bf16_on_a_gpu_against_fp64(T, dim, lower_bound, gate, poison_empty):
+    tensors = make(1, T, 4, dim, dim, gate=gate, dtype=torch.bfloat16, device="cuda")
+    cotangents = torch.randn(1, T, 4, dim, device="cuda").bfloat16(), torch.randn_like(tensors[-1])
+    ours = run(kda, tensors, lower_bound, None, cotangents, impl="triton")
+    theirs = run(kda_chunk, [x.double() for x in tensors], lower_bound, None, cotangents)
+    assert_close(ours, theirs, GPU_LIMIT, GPU_GRADIENT)
+
+
+@pytest.mark.gpu
+def test_fp32_on_a_gpu_against_fp64(poison_empty):
+    tensors = make(1, 300, 2, 64, 64, device="cuda")
+    cotangents = torch.randn(1, 300, 2, 64, device="cuda"), torch.randn_like(tensors[-1])
+    ours = run(kda, tensors, -5.0, None, cotangents, impl="triton")
+    theirs = run(kda_chunk, [x.double() for x in tensors], -5.0, None, cotangents)
+    assert_close(ours, theirs, {"A_log": 1e-3, "dt_bias": 1e-3}, 1e-4)
+
+
+@pytest.mark.gpu
+def test_runs_repeat_to_the_bit_on_a_gpu():
+    tensors = make(1, 1000, 8, 128, 128, dtype=torch.bfloat16, device="cuda")
+    cotangents = torch.randn(1, 1000, 8, 128, device="cuda").bfloat16(), torch.randn_like(tensors[-1])
+    first = run(kda, tensors, -5.0, None, cotangents, impl="triton")
+    for _ in range(30):
+        for name, x in run(kda, tensors, -5.0, None, cotangents, impl="triton").items():
+            assert torch.equal(x, first[name]), name
