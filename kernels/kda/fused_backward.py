@@ -8,7 +8,7 @@ takes the rounded ones for dL: with BF16 operands that is the difference between
 import triton
 import triton.language as tl
 
-from .fused_forward import C, HALF, LOG2E, activate_gate, block_pairs, chunk_of, halves_factors, halving_factors
+from .fused_forward import HALF, LOG2E, C, activate_gate, block_pairs, chunk_of, halves_factors, halving_factors
 
 
 @triton.jit
