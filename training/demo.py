@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, default=Path("runs/demo"), help="folder of the run (default: %(default)s)")
     add("--restart", action="store_true", help="delete the run in that folder and begin anew")
     add(
-        "--minutes", type=float, default=4.5, help="on a slow machine, train fewer steps to fit (default: %(default)s)"
+        "--minutes", type=float, default=4.0, help="on a slow machine, train fewer steps to fit (default: %(default)s)"
     )
     add("--steps", type=int, nargs="+", help=f"of each stage, however long they take (default: {STEPS}, if they fit)")
     add("--lengths", type=int, nargs="+", default=[512, 2048, 8192], help="tokens per sequence of each stage")
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=int, help="of torch (default: 1 or one per core, whichever is faster at the start)")
     add("--seed", type=int, default=0, help="of initialisation, data order and sample (default: %(default)s)")
     add("--corpus", type=Path, default=standard_library(), help="folder of .py files (default: the standard library)")
-    add("--held-out-share", type=float, default=0.05, help="share of the files, by name (default: %(default)s)")
+    add("--held-out-share", type=float, default=0.02, help="share of the files, by name (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -122,6 +122,7 @@ def test_inputs_that_the_kernels_do_not_take_are_refused_by_name():
         (make(1, 5, 1, 16, 24), -5.0, "V"),
         (make(1, 5, 1, 16, 16), -7.0, "lower_bound"),
         ([x.double() for x in make(1, 5, 1, 16, 16)], -5.0, "q"),
+        (make(1, 5, 1, 32, 32, dtype=torch.bfloat16), -5.0, "K"),
     ):
         *tokens, A_log, dt_bias, _ = tensors
         with pytest.raises(ValueError, match=name):
@@ -131,7 +132,7 @@ def test_inputs_that_the_kernels_do_not_take_are_refused_by_name():
 @pytest.mark.gpu
 @pytest.mark.parametrize("gate", ["fast", "slow"])
 @pytest.mark.parametrize("lower_bound", [-5.0, None], ids=["bounded", "softplus"])
-@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("T", [1, 63, 64, 65, 2048])
 def test_bf16_on_a_gpu_against_fp64(T, dim, lower_bound, gate, poison_empty):
     tensors = make(1, T, 4, dim, dim, gate=gate, dtype=torch.bfloat16, device="cuda")
