@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=int, help="of torch (default: 1 or one per core, whichever is faster at the start)")
     add("--seed", type=int, default=0, help="of initialisation, data order and sample (default: %(default)s)")
     add("--corpus", type=Path, default=standard_library(), help="folder of .py files (default: the standard library)")
-    add("--held-out-share", type=float, default=0.02, help="share of the files, by name (default: %(default)s)")
+    add("--held-out-share", type=float, default=0.03, help="share of the files, by name (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> None:
