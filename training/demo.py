@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -93,7 +94,7 @@ def run(args: argparse.Namespace) -> None:
         torch.set_num_threads(settings.threads)
         optimizer = adamw(model)
         at_start = evaluate(model, held_out_packs[settings.lengths[-1]], settings.tokens_per_step)
-        state = {
+        state: dict[str, Any] = {
             "corpus": fingerprint([*training, *held_out]),
             "step": 0,
             "history": [],
@@ -124,7 +125,7 @@ def run(args: argparse.Namespace) -> None:
     tokenizer.save_pretrained(out / "model")
 
     print("evaluating the saved model on the held-out files", flush=True)
-    results = {
+    results: dict[str, Any] = {
         "machine": machine(),
         "command": settings.command(),
         "facts": {

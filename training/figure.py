@@ -70,7 +70,7 @@ def plot_run(path: Path, results: dict) -> None:
                 f"{stage['length']:,}", ((start + end) / 2, 1.0), xycoords=("data", "axes fraction"), xytext=(0, -10),
                 textcoords="offset points", ha="center", fontsize=8, color="grey",
             )  # fmt: skip
-        axis.legend(loc="center right")
+        axis.legend(loc="best")
 
     borders = by_position["borders"]
     for name, label, style in (
