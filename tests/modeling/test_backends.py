@@ -42,10 +42,21 @@ def test_unknown_kda_names_the_known_ones(tiny, ids):
         model(ids(1, 3))
 
 
-def test_triton_never_falls_back(tiny, ids):
+def test_triton_never_falls_back(tiny, ids, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     model = tiny(kda_implementation="triton")
     with pytest.raises(ValueError, match="triton"):
         model(ids(1, 3))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is chosen when Triton is imported")
+@torch.no_grad()
+def test_triton_kda_runs_in_the_model(tiny, ids, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    model = tiny()
+    expected = model(ids(2, 20)).logits
+    model.config.kda_implementation = "triton"
+    assert torch.allclose(model(ids(2, 20)).logits, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
