@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, default=Path("runs/demo"), help="folder of the run (default: %(default)s)")
     add("--restart", action="store_true", help="delete the run in that folder and begin anew")
     add(
-        "--minutes", type=float, default=4.0, help="on a slow machine, train fewer steps to fit (default: %(default)s)"
+        "--minutes", type=float, default=3.6, help="on a slow machine, train fewer steps to fit (default: %(default)s)"
     )
     add("--steps", type=int, nargs="+", help=f"of each stage, however long they take (default: {STEPS}, if they fit)")
     add("--lengths", type=int, nargs="+", default=[512, 2048, 8192], help="tokens per sequence of each stage")
