@@ -123,6 +123,7 @@ def test_inputs_that_the_kernels_do_not_take_are_refused_by_name():
         (make(1, 5, 1, 16, 16), -7.0, "lower_bound"),
         ([x.double() for x in make(1, 5, 1, 16, 16)], -5.0, "q"),
         (make(1, 5, 1, 32, 32, dtype=torch.bfloat16), -5.0, "K"),
+        (make(1, 5, 1, 64, 64, dtype=torch.float16), -5.0, "q"),
     ):
         *tokens, A_log, dt_bias, _ = tensors
         with pytest.raises(ValueError, match=name):
@@ -139,6 +140,18 @@ def test_bf16_on_a_gpu_against_fp64(T, dim, lower_bound, gate, poison_empty):
     cotangents = torch.randn(1, T, 4, dim, device="cuda").bfloat16(), torch.randn_like(tensors[-1])
     ours = run(kda, tensors, lower_bound, None, cotangents, impl="triton")
     theirs = run(kda_chunk, [x.double() for x in tensors], lower_bound, None, cotangents)
+    assert_close(ours, theirs, GPU_LIMIT, GPU_GRADIENT)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lower_bound", [-5.0, None], ids=["bounded", "softplus"])
+def test_packed_bf16_on_a_gpu_against_fp64(lower_bound, poison_empty):
+    documents = [0, 0, 57, 58, 58, 700, 1500]
+    tensors = make(1, 1500, 4, 128, 128, documents=documents, dtype=torch.bfloat16, device="cuda")
+    cu_seqlens = torch.tensor(documents, dtype=torch.int32, device="cuda")
+    cotangents = torch.randn(1, 1500, 4, 128, device="cuda").bfloat16(), torch.randn_like(tensors[-1])
+    ours = run(kda, tensors, lower_bound, cu_seqlens, cotangents, impl="triton")
+    theirs = run(kda_chunk, [x.double() for x in tensors], lower_bound, cu_seqlens, cotangents)
     assert_close(ours, theirs, GPU_LIMIT, GPU_GRADIENT)
 
 
