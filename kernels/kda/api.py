@@ -51,7 +51,8 @@ def kda(
     """
     dims: dict[str, int] = {}
     _check_tokens("B T", dims, q, k, v, g, beta)
-    _check_gate(dims, A_log, dt_bias, lower_bound)
+    _check_gate(dims, A_log, dt_bias)
+    _check_lower_bound(lower_bound)
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, dims["B"], dims["T"])
         dims["N"] = len(cu_seqlens) - 1
@@ -108,16 +109,44 @@ def kda_step(
     Raises:
         ValueError: as in `kda`.
     """
-    dims: dict[str, int] = {}
-    _check_tokens("B", dims, q, k, v, g, beta)
-    _check_gate(dims, A_log, dt_bias, lower_bound)
-    _check_state("state", "B H K V", dims, state, q)
+    if not _step_fits(q, k, v, g, beta, A_log, dt_bias, state):
+        dims: dict[str, int] = {}
+        _check_tokens("B", dims, q, k, v, g, beta)
+        _check_gate(dims, A_log, dt_bias)
+        _check_state("state", "B H K V", dims, state, q)
+    _check_lower_bound(lower_bound)
     if state.requires_grad:
         raise ValueError(
             "state: expected a tensor without gradients, because it is updated in place; got requires_grad=True"
         )
-    choose(impl, q, triton=False)
-    return kda_step_reference(q, k, v, g, beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, state=state)
+    run = (
+        _fused_step(q, k, v, g, beta, state, impl) if choose(impl, q, triton=True) == "triton" else kda_step_reference
+    )
+    return run(q, k, v, g, beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, state=state)
+
+
+def _fused_step(q, k, v, g, beta, state, impl):
+    from .fused_step import kda_step_fused, supports
+
+    refused = supports(q, k, v, g, beta, state)
+    if refused and impl == "triton":
+        raise ValueError(f"impl: 'triton' was asked for, but {refused}")
+    return kda_step_reference if refused else kda_step_fused
+
+
+def _step_fits(q, k, v, g, beta, A_log, dt_bias, state):
+    """Whether shapes and dtypes are right. This runs for every layer and token; the checks by name take five times as long."""
+    rows, V = q.shape, v.shape[-1:]
+    return (
+        len(rows) == 3
+        and rows == k.shape == g.shape
+        and (*rows, *V) == state.shape
+        and rows[:2] == beta.shape == v.shape[:-1]
+        and rows[1:2] == A_log.shape
+        and rows[1:] == dt_bias.shape
+        and all(map(torch.is_floating_point, (q, k, v, g, beta, A_log, dt_bias)))
+        and state.dtype == compute_dtype(q)
+    )
 
 
 def _check_tokens(rows, dims, q, k, v, g, beta):
@@ -132,10 +161,13 @@ def _check_tokens(rows, dims, q, k, v, g, beta):
         check_floating(name, tensor)
 
 
-def _check_gate(dims, A_log, dt_bias, lower_bound):
+def _check_gate(dims, A_log, dt_bias):
     for name, tensor, spec in (("A_log", A_log, "H"), ("dt_bias", dt_bias, "H K")):
         check_shape(name, tensor, spec, dims)
         check_floating(name, tensor)
+
+
+def _check_lower_bound(lower_bound):
     if lower_bound is not None and not -math.inf < lower_bound < 0:
         raise ValueError(f"lower_bound: expected a negative number or None, got {lower_bound}")
 
