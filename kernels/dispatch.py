@@ -35,6 +35,11 @@ def _triton_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def on_device_of(tensor: torch.Tensor) -> torch.cuda.device:
+    """The context in which Triton launches where `tensor` is: it takes the current device, whatever its arguments are on."""
+    return torch.cuda.device(tensor.device if tensor.is_cuda else -1)
+
+
 def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
     """The precision a reference computes in: float64 for float64 inputs, float32 for all others."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32

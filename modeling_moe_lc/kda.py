@@ -6,20 +6,24 @@ from torch import nn
 from .backends import kda_backend, operator_impl
 from .cache import read_linear_state, write_linear_state
 from .kernels.kda import kda_step
-from .kernels.short_conv import short_conv
+from .kernels.short_conv import short_convs
 from .norm import FullPrecision, GatedRMSNorm, full_precision_dtype
 from .segments import Segments
 
 
 class ShortConv(FullPrecision):
-    """Depthwise causal convolution over the last `kernel_size` tokens, then SiLU."""
+    """The taps of a depthwise causal convolution over the last `kernel_size` tokens, always in full precision.
+
+    Its forward hands them out, as `Decay` does, so that the convolutions of q, k and v are one launch. What shards a layer
+    must hold them until its last module has run: these modules and `o_norm` as one unit, or no resharding after forward.
+    """
 
     def __init__(self, channels: int, kernel_size: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size, dtype=full_precision_dtype()))
 
-    def forward(self, x: torch.Tensor, state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, impl: str):
-        return short_conv(x, self.weight, state=state, cu_seqlens=cu_seqlens, impl=impl)  # [B, T, C], [B, C, W - 1]
+    def forward(self) -> torch.Tensor:
+        return self.weight  # [C, 1, W]
 
 
 class Decay(FullPrecision):
@@ -73,18 +77,14 @@ class KimiDeltaAttention(nn.Module):
         conv_state, state = read_linear_state(past_key_values, self.layer_idx)
         impl = operator_impl(self.config)
 
-        convs = zip(
-            (self.q_proj, self.k_proj, self.v_proj), (self.q_conv1d, self.k_conv1d, self.v_conv1d), strict=True
-        )
-        tails = (None,) * 3 if conv_state is None else conv_state.chunk(3, dim=1)
-        (q, q_tail), (k, k_tail), (v, v_tail) = (
-            conv(proj(x), tail, cu_seqlens, impl) for (proj, conv), tail in zip(convs, tails, strict=True)
-        )
+        inputs = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        taps = (self.q_conv1d(), self.k_conv1d(), self.v_conv1d())
+        (q, k, v), tails = short_convs(inputs, taps, states=conv_state, cu_seqlens=cu_seqlens, impl=impl)
         g = self.f_b_proj(self.f_a_proj(x))
         q, k, v, g = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v, g))  # [B, T, H, K]
         o, state = self.delta_rule(q, k, v, g, self.b_proj(x), state, cu_seqlens)  # [B, T, H, V]
         if past_key_values is not None:
-            write_linear_state(past_key_values, self.layer_idx, torch.cat([q_tail, k_tail, v_tail], dim=1), state)
+            write_linear_state(past_key_values, self.layer_idx, tails, state)
 
         o = self.o_norm(o, self.output_gate(x).view_as(o), impl)
         output = self.o_proj(o.flatten(-2))  # [B, T, D]

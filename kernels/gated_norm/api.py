@@ -30,5 +30,15 @@ def gated_rms_norm(
         raise ValueError(f"gate: expected the shape of o, {list(o.shape)}, got {list(gate.shape)}")
     for name, tensor in (("o", o), ("gate", gate), ("weight", weight)):
         check_floating(name, tensor)
-    choose(impl, o, triton=False)
-    return gated_rms_norm_reference(o, gate, weight, eps)
+    run = _fused(o, gate, impl) if choose(impl, o, triton=True) == "triton" else gated_rms_norm_reference
+    return run(o, gate, weight, eps)
+
+
+def _fused(o, gate, impl):
+    """The Triton implementation; for "auto" the reference where the kernels cannot take the inputs."""
+    from .fused import gated_rms_norm_fused, supports
+
+    refused = supports(o, gate)
+    if refused and impl == "triton":
+        raise ValueError(f"impl: 'triton' was asked for, but {refused}")
+    return gated_rms_norm_reference if refused else gated_rms_norm_fused

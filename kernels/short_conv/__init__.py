@@ -1,4 +1,4 @@
-from .api import short_conv
+from .api import short_conv, short_convs
 
 
-__all__ = ["short_conv"]
+__all__ = ["short_conv", "short_convs"]

@@ -1,10 +1,10 @@
-"""The short convolution before KDA's q, k and v: the public function."""
+"""The short convolution before KDA's q, k and v: the public functions."""
 
 import torch
 
 from ..checks import check_cu_seqlens, check_floating, check_shape
 from ..dispatch import choose
-from .reference import short_conv as short_conv_reference
+from .reference import short_convs as short_convs_reference
 
 
 def short_conv(
@@ -33,18 +33,72 @@ def short_conv(
     Raises:
         ValueError: a shape, dtype or bound that does not fit, or an implementation that cannot run here.
     """
+    (y,), new_state = _run((x,), (weight,), state, cu_seqlens, impl, ("x", "weight", "state"))
+    return y, new_state
+
+
+def short_convs(
+    xs: tuple[torch.Tensor, ...],
+    weights: tuple[torch.Tensor, ...],
+    *,
+    states: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    impl: str = "auto",
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """`short_conv` of up to three tensors that share everything but their channels; one launch on a GPU.
+
+    Args:
+        xs: tensors [B, T, C_i] of one dtype.
+        weights: a [C_i, 1, W] for each.
+        states: [B or N, C_1 + C_2 + ..., W-1] their states side by side, as the cache of a layer holds them.
+        cu_seqlens, impl: as in `short_conv`.
+
+    Returns:
+        The outputs, a tuple like `xs`, and the new states side by side.
+
+    Raises:
+        ValueError: as in `short_conv`.
+    """
+    if not 1 <= len(xs) <= 3 or len(weights) != len(xs):
+        raise ValueError(f"xs: expected 1 to 3 tensors and a weight for each, got {len(xs)} and {len(weights)}")
+    return _run(tuple(xs), tuple(weights), states, cu_seqlens, impl, ("xs", "weights", "states"))
+
+
+def _run(xs, weights, states, cu_seqlens, impl, names):
+    """Either public function; `names` are what it calls the first three arguments."""
+    _check(xs, weights, states, cu_seqlens, names)
+    run = _fused(xs, weights, impl, names) if choose(impl, xs[0], triton=True) == "triton" else short_convs_reference
+    return run(xs, weights, states=states, cu_seqlens=cu_seqlens)
+
+
+def _fused(xs, weights, impl, names):
+    """The Triton implementation; for "auto" the reference where the kernels cannot take the inputs."""
+    from .fused import short_convs_fused, supports
+
+    refused = supports(xs, weights, names)
+    if refused and impl == "triton":
+        raise ValueError(f"impl: 'triton' was asked for, but {refused}")
+    return short_convs_reference if refused else short_convs_fused
+
+
+def _check(xs, weights, states, cu_seqlens, names):
+    x_name, weight_name, state_name = names
     dims: dict[str, int] = {}
-    check_shape("x", x, "B T C", dims)
-    check_shape("weight", weight, "C 1 W", dims)
-    check_floating("x", x)
-    check_floating("weight", weight)
+    channels = 0
+    for x, weight in zip(xs, weights, strict=True):
+        dims.pop("C", None)
+        check_shape(x_name, x, "B T C", dims)
+        check_shape(weight_name, weight, "C 1 W", dims)
+        check_floating(x_name, x)
+        check_floating(weight_name, weight)
+        if x.dtype != xs[0].dtype:
+            raise ValueError(f"{x_name}: expected one dtype, {xs[0].dtype}, got {x.dtype}")
+        channels += dims["C"]
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, dims["B"], dims["T"])
         dims["N"] = len(cu_seqlens) - 1
-    if state is not None:
-        dims["W-1"] = dims["W"] - 1
-        check_shape("state", state, "B C W-1" if cu_seqlens is None else "N C W-1", dims)
-        if state.dtype != x.dtype:
-            raise ValueError(f"state: expected the dtype of x, {x.dtype}, got {state.dtype}")
-    choose(impl, x, triton=False)
-    return short_conv_reference(x, weight, state=state, cu_seqlens=cu_seqlens)
+    if states is not None:
+        dims |= {"C": channels, "W-1": dims["W"] - 1}
+        check_shape(state_name, states, "B C W-1" if cu_seqlens is None else "N C W-1", dims)
+        if states.dtype != xs[0].dtype:
+            raise ValueError(f"{state_name}: expected the dtype of {x_name}, {xs[0].dtype}, got {states.dtype}")

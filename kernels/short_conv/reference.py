@@ -7,10 +7,17 @@ from ..dispatch import compute_dtype, without_autocast
 
 
 @without_autocast
-def short_conv(x, weight, *, state=None, cu_seqlens=None):
-    """Arguments and results as in `api.short_conv`; FP32 inside, FP64 for FP64 inputs.
+def short_convs(xs, weights, *, states=None, cu_seqlens=None):
+    """Arguments and results as in `api.short_convs`; FP32 inside, FP64 for FP64 inputs."""
+    befores = [None] * len(xs) if states is None else states.split([x.shape[-1] for x in xs], dim=1)
+    results = (_short_conv(*one, cu_seqlens) for one in zip(xs, weights, befores, strict=True))
+    ys, new_states = zip(*results, strict=True)
+    # A copy also of one: a view would keep all the rows alive for as long as the caller keeps the state.
+    return ys, torch.cat(new_states, dim=1)
 
-    Every document is preceded by its W - 1 state rows. Then a window never needs a condition: the last W - 1 rows of a
+
+def _short_conv(x, weight, state, cu_seqlens):
+    """Every document is preceded by its W - 1 state rows. Then a window never needs a condition: the last W - 1 rows of a
     document with its state are its new state, however short it is.
     """
     B, T, C = x.shape
@@ -35,8 +42,7 @@ def short_conv(x, weight, *, state=None, cu_seqlens=None):
         rows[windows + history] = x[0]
         y = _windows(rows[None], weight)[:, windows]
         new_state = rows[ends[:, None] - history + offsets]
-    # A copy: a view would keep all the rows alive for as long as the caller keeps the state.
-    return y.to(x.dtype), new_state.mT.clone(memory_format=torch.contiguous_format)
+    return y.to(x.dtype), new_state.mT
 
 
 def _windows(rows, weight):

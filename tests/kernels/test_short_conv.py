@@ -108,7 +108,6 @@ def test_the_new_state_owns_its_memory():
         ("state", torch.zeros(1, 5, 3).double()),
         ("cu_seqlens", torch.tensor([0, 5])),
         ("impl", "cuda"),
-        ("impl", "triton"),
     ],
 )
 def test_bad_inputs_are_named(name, value):
