@@ -19,6 +19,7 @@ COMMANDS = {
         f"{PACKAGE}.conversion.export_remote_code",
         "write model files that load with trust_remote_code, without this package",
     ),
+    "bench": (f"{PACKAGE}.training.bench", "measure an operator on this GPU beside other implementations"),
 }
 
 
@@ -27,7 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
     listing = "\n".join(f"  {name:20} {help_text}" for name, (_, help_text) in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="moe-lc",
-        description="Long-context sparse models: train, count, export.",
+        description="Long-context sparse models: train, count, export, measure.",
         epilog=f"commands:\n{listing}\n\n`moe-lc COMMAND --help` says more.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
