@@ -1,28 +1,42 @@
 """KDA on a GPU: launches of the Triton kernels and their `autograd.Function`.
 
-Nothing but the inputs and `o` is kept for the backward pass: the chunk quantities are computed again, and both scans run
-over groups of heads, so that the workspace stays under `WORKSPACE_BYTES` however long the sequence is.
+What the backward pass needs of the chunks is kept from the forward pass when it is at most `KEEP_BYTES`, otherwise it is
+computed again, and nothing but the inputs and `o` is saved. All launches run over groups of heads, so that the workspace
+stays under `WORKSPACE_BYTES` however long the sequence is.
 """
 
+import functools
 import math
 
 import torch
 import triton
 
-from .fused_backward import kda_bwd_kernel_gradients, kda_bwd_kernel_pairs, kda_bwd_kernel_scan
-from .fused_forward import kda_fwd_kernel_scan, kda_fwd_kernel_scores, kda_fwd_kernel_solve
+from ..dispatch import on_device_of
+from .fused_backward import (
+    kda_bwd_kernel_inputs,
+    kda_bwd_kernel_pairs,
+    kda_bwd_kernel_products,
+    kda_bwd_kernel_scans,
+)
+from .fused_forward import kda_fwd_kernel_prepare, kda_fwd_kernel_scan
+from .fused_unbounded import (
+    kda_unbounded_kernel_gradients,
+    kda_unbounded_kernel_scores,
+    kda_unbounded_kernel_solve,
+)
 
 
-CHUNK = 64
+CHUNK, HALF = 64, 32
 # Measured on an H200 with Triton 3.6.0: with BF16 inputs the products of K or V below 64 are miscompiled. FP16 has not the
 # range of the factored decays.
 HEAD_DIMS = {
     torch.bfloat16: (64, 128),
     torch.float32: (16, 32, 64, 128),
 }
-# 32 rows of decay, half before and half after the shift, must fit FP32: 16 * 5.4 nats = e^86.4.
-STEEPEST_BOUND = -5.4
+# 32 tokens lose up to 240 bits: 120 of them grow a key, the other 120 shrink a query, and FP32 ends at 127.
+STEEPEST_BOUND = -5.2
 WORKSPACE_BYTES = 8 << 30
+KEEP_BYTES = 3 << 30
 
 
 def supports(q: torch.Tensor, v: torch.Tensor, lower_bound: float | None) -> str | None:
@@ -35,6 +49,16 @@ def supports(q: torch.Tensor, v: torch.Tensor, lower_bound: float | None) -> str
     if lower_bound is not None and lower_bound < STEEPEST_BOUND:
         return f"lower_bound: expected at least {STEEPEST_BOUND}, got {lower_bound}"
     return None
+
+
+def shift_of(lower_bound: float) -> int:
+    """Bits by which the decays of a half are shifted: a key then grows by at most 120 bits."""
+    return max(0, math.ceil(-HALF * lower_bound / math.log(2)) - 120)
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 class _Layout:
@@ -80,91 +104,171 @@ class _Call:
         self.A_log, self.dt_bias = A_log.float().contiguous(), dt_bias.float().contiguous()
         self.layout = _Layout(q, cu_seqlens)
         (_, self.T, self.H, self.K), self.V = q.shape, v.shape[-1]
-        self.lower_bound = 0.0 if lower_bound is None else float(lower_bound)
+        self.lower_bound = lower_bound
         # FP32 inputs get products of FP32 accuracy; for the others the operands are 16 bits wide anyway.
-        self.precision = "tf32x3" if q.dtype == torch.float32 else "tf32"
+        precision = "tf32x3" if q.dtype == torch.float32 else "tf32"
+        self.common = {"VARLEN": self.layout.packed, "PRECISION": precision}
         self.scale = 1.0 / math.sqrt(self.K)
+        if lower_bound is not None:
+            self.gate = {"LOWER_BOUND": float(lower_bound), "SHIFT": shift_of(lower_bound)}
 
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype or self.q.dtype, device=self.q.device)
 
+    def bytes_per_head(self, backward: bool) -> int:
+        """Of the workspace, roughly: what is not [C, .] per chunk is small."""
+        K, V = self.K, self.V
+        values = CHUNK * (3 * K + V + CHUNK)
+        if backward:
+            values += CHUNK * (V + 3 * CHUNK) + 2 * K * V + (0 if self.lower_bound is None else 7 * HALF * K)
+        return self.layout.count * values * self.q.element_size()
+
+    def value_block(self, G: int, directions: int) -> int:
+        """Value channels of a program of the scans: fewer where that fills a GPU that would stand half empty."""
+        wide = min(self.V, 64)
+        programs = directions * self.layout.sequences * G * self.V // 32
+        return 32 if wide == 64 and programs <= _processors(self.q.device) else wide
+
     def prepare(self, head: int, G: int, save: bool) -> dict[str, torch.Tensor]:
-        """`scores` and `solve` for heads head ... head + G."""
-        n, K, V, layout = self.layout.count, self.K, self.V, self.layout
+        """The chunk quantities of heads head ... head + G; with `save` what the backward pass needs of them."""
+        n, K, V, f32 = self.layout.count, self.K, self.V, torch.float32
         work = {name: self.new(n, G, CHUNK, K) for name in ("Qh", "Kt", "W")}
-        work |= {"U": self.new(n, G, CHUNK, V), "P": self.new(n, G, CHUNK, CHUNK), "M": self.new(n, G, CHUNK, CHUNK)}
-        work["gam"] = self.new(n, G, K, dtype=torch.float32)
-        work["norms"] = self.new(n, G, 2, CHUNK, dtype=torch.float32) if save else work["gam"]
-        kda_fwd_kernel_scores[(G, n)](
-            self.q, self.k, self.g, self.beta, self.A_log, self.dt_bias, layout.chunks,
-            work["Qh"], work["Kt"], work["W"], work["P"], work["M"], work["gam"], work["norms"],
-            self.T, self.H, head, self.scale, G=G, K=K, BK=min(K, 32), LOWER_BOUND=self.lower_bound,
-            VARLEN=layout.packed, SAVE=save, PRECISION=self.precision, num_warps=4,
-        )  # fmt: skip
-        kda_fwd_kernel_solve[(G, n)](
-            self.v, self.beta, layout.chunks, work["M"], work["W"], work["U"], self.T, self.H, head,
-            G=G, K=K, V=V, BN=min(K, V), VARLEN=layout.packed, PRECISION=self.precision, num_warps=4,
+        work |= {"U": self.new(n, G, CHUNK, V), "P": self.new(n, G, CHUNK, CHUNK)}
+        work["gam"] = self.new(n, G, K, dtype=f32)
+        if save or self.lower_bound is None:
+            work["Minv"] = self.new(n, G, CHUNK, CHUNK)
+        if save:
+            work["norms"] = self.new(n, G, 2, CHUNK, dtype=f32)
+        if self.lower_bound is None:
+            self._prepare_unbounded(work, head, G, save)
+            return work
+        if save:
+            work |= {"rows": self.new(n, G, 2 * CHUNK, K), "keys": self.new(n, G, CHUNK + HALF, K)}
+            work["totals"] = self.new(n, G, 2, K, dtype=f32)
+        saved = [work[name if save else "gam"] for name in ("Minv", "norms", "rows", "keys", "totals")]
+        kda_fwd_kernel_prepare[(G, n)](
+            self.q, self.k, self.v, self.g, self.beta, self.A_log, self.dt_bias, self.layout.chunks,
+            work["Qh"], work["Kt"], work["W"], work["U"], work["P"], work["gam"], *saved,
+            self.T, self.H, head, self.scale, G=G, K=K, BK=min(K, 64), V=V, BV=min(V, 64), ROWS=_rows(K), SAVE=save,
+            **self.gate, **self.common, num_warps=4, maxnreg=168,
         )  # fmt: skip
         return work
 
-    def scan(self, work, head, G, o, initial_state, final_state, tapes) -> None:
-        """States through the chunks: outputs into `o`, or states and R into `tapes` for the backward pass."""
-        S_tape, R_tape = tapes or (work["P"], work["P"])
-        BV = min(self.V, 64)
+    def _prepare_unbounded(self, work, head, G, save):
+        n, K, V, layout = self.layout.count, self.K, self.V, self.layout
+        kda_unbounded_kernel_scores[(G, n)](
+            self.q, self.k, self.g, self.beta, self.A_log, self.dt_bias, layout.chunks,
+            work["Qh"], work["Kt"], work["W"], work["P"], work["Minv"], work["gam"], work["norms" if save else "gam"],
+            self.T, self.H, head, self.scale, G=G, K=K, BK=min(K, 32), SAVE=save, **self.common, num_warps=4,
+        )  # fmt: skip
+        kda_unbounded_kernel_solve[(G, n)](
+            self.v, self.beta, layout.chunks, work["Minv"], work["W"], work["U"], self.T, self.H, head,
+            G=G, K=K, V=V, BN=min(K, V), **self.common, num_warps=4,
+        )  # fmt: skip
+
+    def scan(self, work, head, G, o, initial_state, final_state) -> None:
+        """The states through the chunks: outputs into `o`; what `prepare` saved gets the tapes S and R beside it."""
+        save = "norms" in work
+        if save:
+            n = self.layout.count
+            work |= {"S": self.new(n, G, self.K, self.V), "R": self.new(n, G, CHUNK, self.V)}
+        BV = self.value_block(G, 1)
         kda_fwd_kernel_scan[(self.V // BV, self.layout.sequences * G)](
             work["Qh"], work["Kt"], work["W"], work["U"], work["P"], work["gam"], o,
-            final_state if initial_state is None else initial_state, final_state, S_tape, R_tape,
-            self.layout.first_chunk, self.layout.chunks, self.T, self.H, head, G=G, K=self.K, V=self.V, BV=BV,
-            HAS_INITIAL=initial_state is not None, VARLEN=self.layout.packed, OUTPUT=tapes is None,
-            SAVE=tapes is not None, PRECISION=self.precision, STAGES=3, num_warps=4,
+            final_state if initial_state is None else initial_state, final_state,
+            work["S" if save else "U"], work["R" if save else "U"], self.layout.first_chunk, self.layout.chunks,
+            self.T, self.H, head, G=G, K=self.K, V=self.V, BV=BV, HAS_INITIAL=initial_state is not None, SAVE=save,
+            **self.common, STAGES=3, num_warps=4,
         )  # fmt: skip
 
 
-def _forward(call: _Call, initial_state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    H, K, V = call.H, call.K, call.V
+def _rows(K: int) -> int:
+    """Neighbouring tokens in a thread that the tiles [A, R, BK] have with four warps and 16 bytes of BF16 a thread."""
+    return max(1, min(K, 64) // 32)
+
+
+def _forward(call: _Call, initial_state: torch.Tensor | None, keep: bool):
+    """Outputs, final states, and the workspace of all heads when `keep` (and it is small enough), else None."""
     o = call.new(*call.v.shape, dtype=call.v.dtype)
-    final_state = call.new(call.layout.sequences, H, K, V, dtype=torch.float32)
-    size, heads = _groups(H, call.layout.count * CHUNK * (3 * K + V + 2 * CHUNK) * call.q.element_size())
+    final_state = call.new(call.layout.sequences, call.H, call.K, call.V, dtype=torch.float32)
+    if keep and call.H * call.bytes_per_head(backward=True) <= KEEP_BYTES:
+        work = call.prepare(0, call.H, save=True)
+        call.scan(work, 0, call.H, o, initial_state, final_state)
+        return o, final_state, work
+    size, heads = _groups(call.H, call.bytes_per_head(backward=False))
     for head in heads:
-        work = call.prepare(head, size, save=False)
-        call.scan(work, head, size, o, initial_state, final_state, None)
-    return o, final_state
+        call.scan(call.prepare(head, size, save=False), head, size, o, initial_state, final_state)
+    return o, final_state, None
 
 
-def _backward(call: _Call, initial_state, o, do, d_final):
-    n, H, K, V = call.layout.count, call.H, call.K, call.V
-    f32, layout = torch.float32, call.layout
-    BK, BV = min(K, 64), min(V, 64)
+def _backward(call: _Call, initial_state, o, do, d_final, kept):
+    H, K, V, f32 = call.H, call.K, call.V, torch.float32
     dq, dk, dv, dg = (torch.empty_like(x) for x in (call.q, call.k, call.v, call.g))
     dbeta = torch.empty_like(call.beta)
-    dA_log, ddt_bias = call.new(n, H, K // BK, dtype=f32), call.new(n, H, K, dtype=f32)
-    d_initial = call.new(layout.sequences, H, K, V, dtype=f32)
-    ignored = torch.empty_like(d_initial)
-    values = CHUNK * (3 * K + 2 * V + 4 * CHUNK) + 2 * K * V
-    size, heads = _groups(H, n * values * call.q.element_size())
+    dA_log = call.new(call.layout.count, H, K // min(K, 64), dtype=f32)
+    ddt_bias = call.new(call.layout.count, H, K, dtype=f32)
+    d_initial = call.new(call.layout.sequences, H, K, V, dtype=f32)
+    size, heads = (H, range(1)) if kept else _groups(H, call.bytes_per_head(backward=True))
     for head in heads:
-        work = call.prepare(head, size, save=True)
-        S_tape, dS_tape = call.new(n, size, K, V), call.new(n, size, K, V)
-        R_tape, dR_tape = work["U"], call.new(n, size, CHUNK, V)  # R takes the place of U
-        call.scan(work, head, size, dv, initial_state, ignored, (S_tape, R_tape))
-        kda_bwd_kernel_scan[(V // BV, layout.sequences * size)](
-            work["Qh"], work["Kt"], work["W"], work["P"], work["gam"], do,
-            ignored if d_final is None else d_final, d_initial, dS_tape, dR_tape, layout.first_chunk, layout.chunks,
-            call.T, H, head, G=size, K=K, V=V, BV=BV, HAS_FINAL=d_final is not None, VARLEN=layout.packed,
-            PRECISION=call.precision, STAGES=3, num_warps=4,
-        )  # fmt: skip
-        dP, dA = call.new(n, size, CHUNK, CHUNK), call.new(n, size, CHUNK, CHUNK)
-        sums = call.new(n, size, 3, CHUNK, dtype=f32)
-        kda_bwd_kernel_pairs[(size, n)](
-            call.v, call.beta, o, do, layout.chunks, work["M"], R_tape, dR_tape, dv, dbeta, dP, dA, sums,
-            call.T, H, head, G=size, V=V, BV=BV, VARLEN=layout.packed, PRECISION=call.precision, num_warps=4,
-        )  # fmt: skip
-        kda_bwd_kernel_gradients[(K // BK, size, n)](
-            call.q, call.k, call.g, do, dv, call.A_log, call.dt_bias, layout.chunks, work["norms"], S_tape, R_tape,
-            dS_tape, dP, dA, sums, dq, dk, dg, dA_log, ddt_bias, call.T, H, head, call.scale, G=size, K=K, BK=BK, V=V,
-            BV=BV, LOWER_BOUND=call.lower_bound, VARLEN=layout.packed, PRECISION=call.precision, num_warps=8,
-        )  # fmt: skip
+        work = kept or call.prepare(head, size, save=True)
+        _backward_scans(call, work, head, size, do, initial_state, d_final, d_initial)
+        _backward_pairs(call, work, head, size, o, do, dv, dbeta)
+        keys = _backward_keys_unbounded if call.lower_bound is None else _backward_keys
+        keys(call, work, head, size, do, dv, dq, dk, dg, dA_log, ddt_bias)
     return dq, dk, dv, dg, dbeta, dA_log.sum((0, 2)), ddt_bias.sum(0), d_initial
+
+
+def _backward_scans(call, work, head, G, do, initial_state, d_final, d_initial):
+    n, K, V, layout = call.layout.count, call.K, call.V, call.layout
+    directions = 1 if "S" in work else 2
+    if directions == 2:
+        work |= {"S": call.new(n, G, K, V), "R": work["U"]}  # R takes the place of U
+    work |= {"dS": call.new(n, G, K, V), "dR": call.new(n, G, CHUNK, V)}
+    BV = call.value_block(G, directions)
+    kda_bwd_kernel_scans[(V // BV, layout.sequences * G, directions)](
+        *(work[name] for name in ("Qh", "Kt", "W", "U", "P", "gam")), do,
+        d_initial if initial_state is None else initial_state, d_initial if d_final is None else d_final, d_initial,
+        *(work[name] for name in ("S", "R", "dS", "dR")), layout.first_chunk, layout.chunks,
+        call.T, call.H, head, G=G, K=K, V=V, BV=BV, HAS_INITIAL=initial_state is not None,
+        HAS_FINAL=d_final is not None, **call.common, STAGES=3, num_warps=4,
+    )  # fmt: skip
+
+
+def _backward_pairs(call, work, head, G, o, do, dv, dbeta):
+    n = call.layout.count
+    work["dscores"] = call.new(n, G, 2, CHUNK, CHUNK)
+    work["sums"] = call.new(n, G, 3, CHUNK, dtype=torch.float32)
+    kda_bwd_kernel_pairs[(G, n)](
+        call.v, call.beta, o, do, call.layout.chunks, work["Minv"], work["R"], work["dR"], dv, dbeta,
+        work["dscores"], work["sums"], call.T, call.H, head, G=G, V=call.V, BV=min(call.V, 64),
+        **call.common, num_warps=4,
+    )  # fmt: skip
+
+
+def _backward_keys(call, work, head, G, do, dv, dq, dk, dg, dA_log, ddt_bias):
+    n, K, V, layout = call.layout.count, call.K, call.V, call.layout
+    BK = min(K, 64)
+    factors = [work[name] for name in ("Qh", "Kt", "W")]  # the scans are done with them
+    kda_bwd_kernel_products[(K // BK, G, n)](
+        work["rows"], work["keys"], work["totals"], do, dv,
+        work["S"], work["R"], work["dS"], work["dscores"], layout.chunks, *factors, dg, call.T, call.H, head,
+        G=G, K=K, BK=BK, V=V, BV=min(V, 64), SHIFT=call.gate["SHIFT"], **call.common, num_warps=4,
+    )  # fmt: skip
+    kda_bwd_kernel_inputs[(K // BK, G, n)](
+        call.q, call.k, call.g, call.A_log, call.dt_bias, layout.chunks, work["norms"], work["sums"], *factors,
+        dq, dk, dg, dA_log, ddt_bias, call.T, call.H, head, call.scale, G=G, K=K, BK=BK, ROWS=_rows(K),
+        VARLEN=layout.packed, **call.gate, num_warps=4, maxnreg=128,
+    )  # fmt: skip
+
+
+def _backward_keys_unbounded(call, work, head, G, do, dv, dq, dk, dg, dA_log, ddt_bias):
+    n, K, V = call.layout.count, call.K, call.V
+    BK = min(K, 64)
+    kda_unbounded_kernel_gradients[(K // BK, G, n)](
+        call.q, call.k, call.g, do, dv, call.A_log, call.dt_bias, call.layout.chunks, work["norms"], work["S"],
+        work["R"], work["dS"], work["dscores"], work["sums"], dq, dk, dg, dA_log, ddt_bias,
+        call.T, call.H, head, call.scale, G=G, K=K, BK=BK, V=V, BV=min(V, 64), **call.common, num_warps=8,
+    )  # fmt: skip
 
 
 class _KDA(torch.autograd.Function):
@@ -172,7 +276,8 @@ class _KDA(torch.autograd.Function):
     def forward(ctx, q, k, v, g, beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens):
         q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
         initial_state = None if initial_state is None else initial_state.contiguous()
-        o, state = _forward(_Call(q, k, v, g, beta, A_log, dt_bias, lower_bound, cu_seqlens), initial_state)
+        call = _Call(q, k, v, g, beta, A_log, dt_bias, lower_bound, cu_seqlens)
+        o, state, ctx.kept = _forward(call, initial_state, keep=any(ctx.needs_input_grad))
         ctx.save_for_backward(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, o)
         ctx.lower_bound = lower_bound
         ctx.set_materialize_grads(False)
@@ -182,14 +287,21 @@ class _KDA(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, d_final):
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, o = ctx.saved_tensors
-        call = _Call(q, k, v, g, beta, A_log, dt_bias, ctx.lower_bound, cu_seqlens)
+        # The launches write over what was kept: a second backward pass through the same graph computes it again.
+        kept, ctx.kept = ctx.kept, None
         do = torch.zeros_like(o) if do is None else do.contiguous()
         d_final = None if d_final is None else d_final.contiguous()
-        dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial = _backward(call, initial_state, o, do, d_final)
+        with on_device_of(q):
+            call = _Call(q, k, v, g, beta, A_log, dt_bias, ctx.lower_bound, cu_seqlens)
+            *gradients, dA_log, ddt_bias, d_initial = _backward(call, initial_state, o, do, d_final, kept)
         d_initial = None if initial_state is None else d_initial
-        return dq, dk, dv, dg, dbeta, dA_log.to(A_log.dtype), ddt_bias.to(dt_bias.dtype), None, d_initial, None
+        return *gradients, dA_log.to(A_log.dtype), ddt_bias.to(dt_bias.dtype), None, d_initial, None
 
 
 def kda_fused(q, k, v, g, beta, *, A_log, dt_bias, lower_bound=-5.0, initial_state=None, cu_seqlens=None):
     """Arguments and results as in `api.kda`."""
-    return _KDA.apply(q, k, v, g, beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens)
+    if initial_state is not None and torch.is_grad_enabled():
+        # It may be that of a cache, which the layer overwrites before the backward pass.
+        initial_state = initial_state.clone()
+    with on_device_of(q):
+        return _KDA.apply(q, k, v, g, beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens)

@@ -1,59 +1,45 @@
-"""KDA backward on a GPU: `scores`, `solve` and `scan` again, the reverse scan, then every chunk for itself.
+"""KDA backward on a GPU: both scans in one launch, then every chunk for itself.
+
+`scans` runs the states forward (unless the forward pass kept them) and their cotangents backward: neither needs the other.
+`pairs` does what lives in the value space, `products` the products in the key space, `inputs` the rest, which is
+elementwise: three launches, because one that does it all spills registers and takes two and a half times as long.
 
 The gate gradient sums pair terms x_i k_j 2^(L_i - L_j) dP_ij with a plus at row i and a minus at row j; before both rows they
-cancel. They do so to the last bit only if both sides multiply the same rounded factors, which is why `pair_gradients`
-takes the rounded ones for dL: with BF16 operands that is the difference between an error of 4e-3 and of 2e-2.
+cancel. They do so to the last bit only if both sides multiply the same rounded factors, which is why `products` takes the
+rounded ones that `prepare` kept: with BF16 operands that is the difference between an error of 4e-3 and of 2e-2.
 """
 
 import triton
 import triton.language as tl
 
-from .fused_forward import HALF, LOG2E, C, activate_gate, block_pairs, chunk_of, halves_factors, halving_factors
+from .fused_forward import scan_states
+from .fused_gate import HALF, LOG2E, C, bounded_decay, chunk_of, chunks_of, gate_rate, sigmoid, sums_to
 
 
 @triton.jit
-def kda_bwd_kernel_scan(
-    Qh, Kt, W, P, gam,  # as in the forward pass
-    do,  # [tokens, H, V]
-    d_final, d_initial,  # [N, H, K, V] FP32
-    dS_tape, dR_tape,  # [NT, G, K, V], [NT, G, C, V]
-    first_chunk, chunks,
-    T, H, first_head,
-    G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    HAS_FINAL: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+def scan_cotangents(
+    Qh, Kt, W, P, gam, do, d_initial, dS_tape, dR_tape, chunks,
+    dS, begin, end, group, head, dk, dv,
+    T, H, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    VARLEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    block, row = tl.program_id(0), tl.program_id(1)
-    sequence, group = (row // G).to(tl.int64), row % G
-    head = first_head + group
+    """The cotangent dS [K, BV] of the state through the chunks end ... begin, and that of R."""
     DTYPE: tl.constexpr = W.dtype.element_ty
-    rows, dk, dv = tl.arange(0, C), tl.arange(0, K), block * BV + tl.arange(0, BV)
-    if VARLEN:
-        begin, end = tl.load(first_chunk + sequence), tl.load(first_chunk + sequence + 1)
-    else:
-        begin = (sequence * tl.cdiv(T, C)).to(tl.int32)
-        end = begin + tl.cdiv(T, C)
-
-    state = dk[:, None] * V + dv[None, :]
-    d_final += (sequence * H + head) * (K * V)
-    d_initial += (sequence * H + head) * (K * V)
-    dS = tl.zeros((K, BV), dtype=tl.float32)
-    if HAS_FINAL:
-        dS += tl.load(d_final + state)
+    rows = tl.arange(0, C)
+    state, values = dk[:, None] * V + dv[None, :], rows[:, None] * V + dv[None, :]
     wide, tall = rows[:, None] * K + dk[None, :], rows[None, :] * K + dk[:, None]
     slot = (end - 1).to(tl.int64) * G + group
     for back in tl.range(0, end - begin, num_stages=STAGES):
         first, length = chunk_of(end - 1 - back, chunks, T, VARLEN)
-        source = rows[:, None] * (H * V) + dv[None, :]
-        d_out = tl.load(do + (first * H + head) * V + source, mask=rows[:, None] < length, other=0.0).to(
-            DTYPE
-        )  # [C, BV]
+        source = do + (first * H + head) * V + (rows[:, None] * (H * V) + dv[None, :])
+        d_out = tl.load(source, mask=rows[:, None] < length, other=0.0).to(DTYPE)  # [C, BV]
         dSn = dS.to(DTYPE)
         tl.store(dS_tape + slot * (K * V) + state, dSn)
         p_t = tl.load(P + slot * (C * C) + (rows[None, :] * C + rows[:, None]))  # P transposed
         dR = tl.dot(p_t, d_out, input_precision=PRECISION)
         dR += tl.dot(tl.load(Kt + slot * C * K + wide), dSn, input_precision=PRECISION)
         dRn = dR.to(DTYPE)
-        tl.store(dR_tape + slot * (C * V) + (rows[:, None] * V + dv[None, :]), dRn)
+        tl.store(dR_tape + slot * (C * V) + values, dRn)
         dS = dS * tl.load(gam + slot * K + dk)[:, None]
         dS += tl.dot(tl.load(Qh + slot * C * K + tall), d_out, input_precision=PRECISION)
         dS -= tl.dot(tl.load(W + slot * C * K + tall), dRn, input_precision=PRECISION)
@@ -62,12 +48,49 @@ def kda_bwd_kernel_scan(
 
 
 @triton.jit
+def kda_bwd_kernel_scans(
+    Qh, Kt, W, U, P, gam,  # as in the forward pass
+    do,  # [tokens, H, V]
+    initial_state, d_final, d_initial,  # [N, H, K, V] FP32
+    S_tape, R_tape, dS_tape, dR_tape,  # [NT, G, K, V], [NT, G, C, V], and again
+    first_chunk, chunks,
+    T, H, first_head,
+    G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Programs [., ., 0] run the cotangents, programs [., ., 1], where there are any, the states."""
+    block, row = tl.program_id(0), tl.program_id(1)
+    sequence, group = (row // G).to(tl.int64), row % G
+    head = first_head + group
+    dk, dv = tl.arange(0, K), block * BV + tl.arange(0, BV)
+    begin, end = chunks_of(sequence, first_chunk, T, VARLEN)
+    place = (sequence * H + head) * (K * V)
+    state = dk[:, None] * V + dv[None, :]
+    S = tl.zeros((K, BV), dtype=tl.float32)
+    if tl.program_id(2) == 0:
+        if HAS_FINAL:
+            S += tl.load(d_final + place + state)
+        scan_cotangents(
+            Qh, Kt, W, P, gam, do, d_initial + place, dS_tape, dR_tape, chunks, S, begin, end, group, head, dk, dv,
+            T, H, G, K, V, VARLEN, PRECISION, STAGES,
+        )  # fmt: skip
+    else:
+        if HAS_INITIAL:
+            S += tl.load(initial_state + place + state)
+        scan_states(
+            Qh, Kt, W, U, P, gam, do, d_initial, S_tape, R_tape, chunks, S, begin, end, group, head, dk, dv,
+            T, H, G, K, V, VARLEN, False, True, PRECISION, STAGES,
+        )  # fmt: skip
+
+
+@triton.jit
 def kda_bwd_kernel_pairs(
     v, beta, o, do,  # [tokens, H, V], beta [tokens, H]
     chunks,
     Minv, R_tape, dR_tape,
     dv, dbeta,  # [tokens, H, V], [tokens, H]
-    dP, dA,  # [NT, G, C, C], strictly lower
+    dscores,  # [NT, G, 2, C, C]: dP, dA, strictly lower
     sums,  # [NT, G, 3, C] FP32: diagonal of dP, <qs, dqs>, <kn, dkn>
     T, H, first_head,
     G: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
@@ -92,7 +115,7 @@ def kda_bwd_kernel_pairs(
     R_tape += slot * C * V
     dR_tape += slot * C * V
     b = tl.load(beta + start_token + rows * H, mask=rows < length, other=0.0).to(tl.float32)
-    b = tl.where(rows < length, 1.0 / (1.0 + tl.exp2(-b * LOG2E)), 0.0)
+    b = tl.where(rows < length, sigmoid(b), 0.0)
     M_t = tl.load(Minv + slot * C * C + (j * C + i))  # transposed
     acc_A, acc_P = tl.zeros((C, C), dtype=tl.float32), tl.zeros((C, C), dtype=tl.float32)
     d_b, diagonal = tl.zeros((C,), dtype=tl.float32), tl.zeros((C,), dtype=tl.float32)
@@ -115,149 +138,160 @@ def kda_bwd_kernel_pairs(
         acc_P += tl.dot(d_out, R_t, input_precision=PRECISION)
     # R is linear in beta row by row, so its cotangent gives that of the raw beta without a division.
     tl.store(dbeta + start_token + rows * H, ((1.0 - b) * d_b).to(dbeta.dtype.element_ty), mask=rows < length)
-    square = i * C + j
-    tl.store(dA + slot * C * C + square, tl.where(i > j, -b[:, None] * acc_A, 0.0).to(DTYPE))
-    tl.store(dP + slot * C * C + square, tl.where(i > j, acc_P, 0.0).to(DTYPE))
+    dscores += slot * 2 * C * C + (i * C + j)
+    tl.store(dscores, tl.where(i > j, acc_P, 0.0).to(DTYPE))
+    tl.store(dscores + C * C, tl.where(i > j, -b[:, None] * acc_A, 0.0).to(DTYPE))
     tl.store(sums + slot * 3 * C + rows, diagonal)
     tl.store(sums + slot * 3 * C + C + rows, along_q)
     tl.store(sums + slot * 3 * C + 2 * C + rows, 2.0 * d_b - v_dv)
 
 
 @triton.jit
-def pair_gradients(
-    dqs,
-    dkn,
-    dL,
-    qs,
-    kn,
-    row,
-    col,
-    dP,
-    dA,
-    square,
-    square_t,
-    mask,
-    mask_t,
-    PRECISION: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """Adds what the pairs (i, j) of `mask` give: scores sum_d x_id k_jd row_id col_jd with cotangents dP (x = qs), dA (kn)."""
-    xq, xk, y = (qs * row).to(DTYPE), (kn * row).to(DTYPE), (kn * col).to(DTYPE)
-    by_q = tl.dot(tl.load(dP + square, mask=mask, other=0.0), y, input_precision=PRECISION)
-    dqs += row * by_q
-    dL += xq.to(tl.float32) * by_q
-    by_k = tl.dot(tl.load(dA + square, mask=mask, other=0.0), y, input_precision=PRECISION)
-    dkn += row * by_k
-    dL += xk.to(tl.float32) * by_k
-    by_col = tl.dot(tl.load(dP + square_t, mask=mask_t, other=0.0), xq, input_precision=PRECISION)
-    by_col += tl.dot(tl.load(dA + square_t, mask=mask_t, other=0.0), xk, input_precision=PRECISION)
-    dkn += col * by_col
-    dL -= y.to(tl.float32) * by_col
-    return dqs, dkn, dL
+def sums_from(x, PRECISION: tl.constexpr, DTYPE: tl.constexpr):
+    """Sums of the rows i ... 63 of x [C, K] FP32, as products with ones; BF16 operands: x in two terms, 16 bits of it."""
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    ones = tl.where(j >= i, 1.0, 0.0).to(DTYPE)
+    if DTYPE.primitive_bitwidth == 32:
+        return tl.dot(ones, x, input_precision=PRECISION)
+    high = x.to(DTYPE)
+    return tl.dot(ones, (x - high.to(tl.float32)).to(DTYPE), tl.dot(ones, high))
 
 
 @triton.jit
-def kda_bwd_kernel_gradients(
-    q, k, g, do, dv,  # [tokens, H, .]
-    A_log, dt_bias,
+def kda_bwd_kernel_products(
+    rows, keys, totals,  # as `prepare` kept them
+    do, dv,  # [tokens, H, V]
+    S_tape, R_tape, dS_tape,  # [NT, G, K, V], [NT, G, C, V], [NT, G, K, V]
+    dscores,  # as from `pairs`
     chunks,
-    norms, S_tape, R_tape, dS_tape, dP, dA, sums,
-    dq, dk, dg,  # [tokens, H, K]
-    dA_log, ddt_bias,  # partial sums [NT, H, K / BK], [NT, H, K] FP32
-    T, H, first_head, scale,
-    G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    LOWER_BOUND: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
+    by_q, by_k, by_col,  # [NT, G, C, K]
+    d_decay,  # [tokens, H, K]
+    T, H, first_head,
+    G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, SHIFT: tl.constexpr,
+    VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dg of BK channels of a chunk."""
+    """Cotangents of the factors of BK channels: by_q and by_k of the grown rows, by_col of the shrunk key; of the log-decay.
+
+    No loop here is pipelined: Triton 3.6 fills the buffers of loads beyond the end of a loop with zeros while other warps
+    may still multiply from them, and with several products in a step that was seen to happen.
+    """
+    UNSHIFT: tl.constexpr = 2.0**-SHIFT
     group, chunk, k_start = tl.program_id(1), tl.program_id(2), tl.program_id(0) * BK
     head = first_head + group
     first, length = chunk_of(chunk, chunks, T, VARLEN)
     DTYPE: tl.constexpr = S_tape.dtype.element_ty
     slot = chunk.to(tl.int64) * G + group
-    rows, ck, cv = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
-    i, j = rows[:, None], rows[None, :]
-    inside = i < length
     start_token = first * H + head
+    i, j, ck = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :], tl.arange(0, BK)[None, :]
+    cv, ct = tl.arange(0, BV)[None, :], tl.arange(0, BV)[:, None]
+    low, inside = i < HALF, i < length
+    # Pairs in one half take the shrunk key, pairs across the late key of the first half.
+    near, far, far_t = low == (j < HALF), (i >= HALF) & (j < HALF), low & (j >= HALF)
     do += start_token * V
     dv += start_token * V
     S_tape += (slot * K + k_start) * V
     dS_tape += (slot * K + k_start) * V
     R_tape += slot * C * V
-    dP += slot * C * C
-    dA += slot * C * C
-    dQh, dKh = tl.zeros((C, BK), dtype=tl.float32), tl.zeros((C, BK), dtype=tl.float32)
-    dKt, d_end = tl.zeros((C, BK), dtype=tl.float32), tl.zeros((BK,), dtype=tl.float32)
-    for start in tl.range(0, V, BV):
-        source = i * (H * V) + (start + cv[None, :])
-        across = ck[None, :] * V + (start + cv[:, None])  # states transposed, [BV, BK]
+    dscores += slot * 2 * C * C
+    rows += slot * 2 * C * K + k_start + (i * K + ck)
+    keys += slot * (C + HALF) * K + k_start + (i * K + ck)
+    totals += slot * 2 * K + k_start + ck
+    total0, total1 = tl.load(totals), tl.load(totals + K)
+
+    d_end = tl.zeros((BK,), dtype=tl.float32)
+    rows_q, rows_k = tl.zeros((C, BK), dtype=tl.float32), tl.zeros((C, BK), dtype=tl.float32)
+    cols = tl.zeros((C, BK), dtype=tl.float32)
+    for c in tl.range(0, V, BV, num_stages=1):
+        source, across = i * (H * V) + (c + cv), ck * V + (c + ct)  # states transposed, [BV, BK]
         S_t, dS_t = tl.load(S_tape + across), tl.load(dS_tape + across)
-        d_out = tl.load(do + source, mask=inside, other=0.0).to(DTYPE)
-        dQh += tl.dot(d_out, S_t, input_precision=PRECISION)
-        d_v = tl.load(dv + source, mask=inside, other=0.0).to(DTYPE)
-        dKh -= tl.dot(d_v, S_t, input_precision=PRECISION)
-        R = tl.load(R_tape + (i * V + start + cv[None, :]))
-        dKt += tl.dot(R, dS_t, input_precision=PRECISION)
         d_end += tl.sum(S_t.to(tl.float32) * dS_t.to(tl.float32), axis=0)
+        rows_q = tl.dot(tl.load(do + source, mask=inside, other=0.0).to(DTYPE), S_t, rows_q, input_precision=PRECISION)
+        rows_k = tl.dot(tl.load(dv + source, mask=inside, other=0.0).to(DTYPE), S_t, rows_k, input_precision=PRECISION)
+        cols = tl.dot(tl.load(R_tape + (i * V + (c + cv))), dS_t, cols, input_precision=PRECISION)
 
-    token = i * (H * K) + ck[None, :]
-    q += start_token * K + k_start
-    k += start_token * K + k_start
-    g += start_token * K + k_start
-    dq += start_token * K + k_start
-    dk += start_token * K + k_start
-    dg += start_token * K + k_start
-    bias = tl.load(dt_bias + head * K + k_start + ck)[None, :]
+    begun = tl.exp2(-total0)
+    rows_q, rows_k = rows_q * UNSHIFT, rows_k * -UNSHIFT
+    rows_q, rows_k = tl.where(low, rows_q, rows_q * begun), tl.where(low, rows_k, rows_k * begun)
+    shrunk, late = tl.load(keys), tl.load(keys + C * K, mask=low, other=0.0)
+    square, square_t = dscores + (i * C + j), dscores + (i + j * C)  # dP, and transposed; C * C further dA
+    rows_q = tl.dot(tl.load(square, mask=near, other=0.0), shrunk, rows_q, input_precision=PRECISION)
+    rows_q = tl.dot(tl.load(square, mask=far, other=0.0), late, rows_q, input_precision=PRECISION)
+    rows_k = tl.dot(tl.load(square + C * C, mask=near, other=0.0), shrunk, rows_k, input_precision=PRECISION)
+    rows_k = tl.dot(tl.load(square + C * C, mask=far, other=0.0), late, rows_k, input_precision=PRECISION)
+    tl.store(by_q + slot * C * K + k_start + (i * K + ck), rows_q.to(DTYPE))
+    tl.store(by_k + slot * C * K + k_start + (i * K + ck), rows_k.to(DTYPE))
+    grown_q, grown_k = tl.load(rows), tl.load(rows + C * K)
+    dL = grown_q.to(tl.float32) * rows_q + grown_k.to(tl.float32) * rows_k
+
+    # What the end of the chunk gives to the keys of the first half goes the way of the pairs across.
+    cols *= tl.exp2(-total1 + SHIFT)
+    d_end *= tl.exp2(-tl.reshape(total0 + total1, (BK,)))
+    d_end += tl.sum(tl.where(low, late, shrunk).to(tl.float32) * cols, axis=0)
+    cols_far, cols = tl.where(low, cols, 0.0), tl.where(low, 0.0, cols)
+    cols_far = tl.dot(tl.load(square_t, mask=far_t, other=0.0), grown_q, cols_far, input_precision=PRECISION)
+    cols_far = tl.dot(tl.load(square_t + C * C, mask=far_t, other=0.0), grown_k, cols_far, input_precision=PRECISION)
+    cols = tl.dot(tl.load(square_t, mask=near, other=0.0), grown_q, cols, input_precision=PRECISION)
+    cols = tl.dot(tl.load(square_t + C * C, mask=near, other=0.0), grown_k, cols, input_precision=PRECISION)
+    dL -= late.to(tl.float32) * cols_far + shrunk.to(tl.float32) * cols
+    by_col += slot * C * K + k_start + (i * K + ck)
+    tl.store(by_col, (cols + cols_far * UNSHIFT * tl.exp2(-total0 + SHIFT)).to(DTYPE))
+    back = sums_from(dL, PRECISION, DTYPE) + d_end[None, :]
+    d_decay += start_token * K + k_start + (i * (H * K) + ck)
+    tl.store(d_decay, back.to(d_decay.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def kda_bwd_kernel_inputs(
+    q, k, g,  # [tokens, H, K]
+    A_log, dt_bias, chunks,
+    norms, sums, by_q, by_k, by_col,
+    dq, dk, dg,  # [tokens, H, K]; dg holds the cotangent of the log-decay
+    dA_log, ddt_bias,  # partial sums [NT, H, K / BK], [NT, H, K] FP32
+    T, H, first_head, scale,
+    G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr,
+    LOWER_BOUND: tl.constexpr, SHIFT: tl.constexpr, VARLEN: tl.constexpr,
+):  # fmt: skip
+    """From the cotangents of the factors to those of q, k and g; tiles as in `prepare`, one half after the other."""
+    A: tl.constexpr = HALF // ROWS
+    group, chunk, k_start = tl.program_id(1), tl.program_id(2), tl.program_id(0) * BK
+    head = first_head + group
+    first, length = chunk_of(chunk, chunks, T, VARLEN)
+    slot = chunk.to(tl.int64) * G + group
+    start, place = (first * H + head) * K + k_start, slot * C * K + k_start
+    tok = ROWS * tl.arange(0, A)[:, None, None] + tl.arange(0, ROWS)[None, :, None]
+    ck = tl.arange(0, BK)[None, None, :]
+    bias = tl.load(dt_bias + head * K + k_start + ck)
     a_log = tl.load(A_log + head)
-    x = tl.load(g + token, mask=inside, other=0.0).to(tl.float32) + bias
-    decay = tl.where(inside, activate_gate(x, a_log, LOWER_BOUND), 0.0)
-    if LOWER_BOUND == 0.0:
-        L, total = tl.cumsum(decay, axis=0), tl.sum(decay, axis=0)
-        begun, left = tl.exp2(L), tl.exp2(total[None, :] - L)
-    else:
-        grow, shrink, late, begun, left, total = halves_factors(decay, LOWER_BOUND, BK)
-    q_norm, k_norm = tl.load(norms + slot * 2 * C + rows)[:, None], tl.load(norms + slot * 2 * C + C + rows)[:, None]
-    kn = tl.load(k + token, mask=inside, other=0.0).to(tl.float32) * k_norm
-    qs = tl.load(q + token, mask=inside, other=0.0).to(tl.float32) * (q_norm * scale)
-    diagonal = tl.load(sums + slot * 3 * C + rows)[:, None]
-
-    dKt *= left
-    d_end = d_end * tl.exp2(total) + tl.sum(kn * dKt, axis=0)
-    dqs = begun * dQh + diagonal * kn
-    dkn = begun * dKh + dKt + diagonal * qs
-    dL = begun * (qs * dQh + kn * dKh) - kn * dKt
-    square, square_t = i * C + j, j * C + i
-    if LOWER_BOUND == 0.0:
-        for level in tl.static_range(0, 6):
-            row, col = halving_factors(decay, 2**level, BK)
-            mask, mask_t = block_pairs(i, j, 2**level), block_pairs(j, i, 2**level)
-            dqs, dkn, dL = pair_gradients(
-                dqs, dkn, dL, qs, kn, row, col, dP, dA, square, square_t, mask, mask_t, PRECISION, DTYPE
-            )
-    else:
-        same = (i < HALF) == (j < HALF)
-        dqs, dkn, dL = pair_gradients(
-            dqs, dkn, dL, qs, kn, grow, shrink, dP, dA, square, square_t, same, same, PRECISION, DTYPE
-        )
-        grow *= 2.0 ** (16.0 * LOWER_BOUND * LOG2E)
-        across, across_t = (i >= HALF) & (j < HALF), (i < HALF) & (j >= HALF)
-        dqs, dkn, dL = pair_gradients(
-            dqs, dkn, dL, qs, kn, grow, late, dP, dA, square, square_t, across, across_t, PRECISION, DTYPE
-        )
-
-    along_q = tl.load(sums + slot * 3 * C + C + rows)[:, None]
-    along_k = tl.load(sums + slot * 3 * C + 2 * C + rows)[:, None]
-    tl.store(dq + token, (q_norm * (scale * dqs - qs * along_q / scale)).to(dq.dtype.element_ty), mask=inside)
-    tl.store(dk + token, (k_norm * (dkn - kn * along_k)).to(dk.dtype.element_ty), mask=inside)
-    d_decay = tl.where(inside, tl.cumsum(dL, axis=0, reverse=True) + d_end[None, :], 0.0)  # per nat
-    rate = tl.exp2(tl.minimum(a_log, 80.0) * LOG2E)
-    if LOWER_BOUND == 0.0:
-        dx = -rate * d_decay / (1.0 + tl.exp2(-x * LOG2E))
-        d_rate = d_decay * decay / LOG2E
-    else:
-        opened = decay / (LOWER_BOUND * LOG2E)
-        dx = rate * d_decay * LOWER_BOUND * opened * (1.0 - opened)
-        d_rate = dx * x
-    tl.store(dg + token, dx.to(dg.dtype.element_ty), mask=inside)
+    rate = gate_rate(a_log)
+    d_bias, d_rate = tl.zeros((1, 1, BK), dtype=tl.float32), tl.zeros((A, ROWS, BK), dtype=tl.float32)
+    for half in tl.static_range(2):
+        row = tok + half * HALF
+        inside = row < length
+        token, wide = start + (row * (H * K) + ck), place + (row * K + ck)
+        # All loads of a half at once: each would be waited for alone.
+        x, d_decay = tl.load(g + token, mask=inside, other=0.0), tl.load(dg + token, mask=inside, other=0.0)
+        qs, kn = tl.load(q + token, mask=inside, other=0.0), tl.load(k + token, mask=inside, other=0.0)
+        rows_q, rows_k, cols = tl.load(by_q + wide), tl.load(by_k + wide), tl.load(by_col + wide)
+        q_norm, k_norm = tl.load(norms + slot * 2 * C + row) * scale, tl.load(norms + slot * 2 * C + C + row)
+        along = sums + slot * 3 * C + row
+        diagonal, along_q, along_k = tl.load(along), tl.load(along + C), tl.load(along + 2 * C)
+        x = x.to(tl.float32)
+        decay = tl.where(inside, bounded_decay(x, rate, bias, LOWER_BOUND), 0.0)
+        inner, _ = sums_to(decay, -SHIFT)
+        grow, shrink = tl.exp2(-inner), tl.exp2(inner)
+        qs, kn = qs.to(tl.float32) * q_norm, kn.to(tl.float32) * k_norm
+        dqs = grow * rows_q.to(tl.float32) + diagonal * kn
+        d_q = q_norm * (dqs - qs * (along_q / (scale * scale)))
+        tl.store(dq + token, d_q.to(dq.dtype.element_ty), mask=inside)
+        dkn = grow * rows_k.to(tl.float32) + diagonal * qs
+        dkn += shrink * cols.to(tl.float32)
+        tl.store(dk + token, (k_norm * (dkn - kn * along_k)).to(dk.dtype.element_ty), mask=inside)
+        opened = decay * (-1.0 / (LOWER_BOUND * LOG2E))
+        dx = d_decay.to(tl.float32) * (opened * (1.0 - opened)) * (rate * LOWER_BOUND)
+        tl.store(dg + token, dx.to(dg.dtype.element_ty), mask=inside)
+        d_bias += tl.sum(tl.sum(dx, axis=1, keep_dims=True), axis=0, keep_dims=True)
+        d_rate += dx * (x + bias)
     part = chunk.to(tl.int64) * H + head
-    tl.store(ddt_bias + part * K + k_start + ck, tl.sum(dx, axis=0))
-    tl.store(dA_log + part * (K // BK) + k_start // BK, tl.where(a_log > 80.0, 0.0, tl.sum(d_rate)))
+    tl.store(ddt_bias + part * K + k_start + ck, d_bias)
+    total = tl.sum(tl.sum(tl.sum(d_rate, axis=2), axis=1), axis=0)
+    tl.store(dA_log + part * (K // BK) + k_start // BK, tl.where(a_log > 80.0, 0.0, total))

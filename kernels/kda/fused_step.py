@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .fused_forward import LOG2E, activate_gate
+from .fused_gate import bounded_decay, gate_rate, sigmoid, unbounded_decay
 
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -57,16 +57,18 @@ def kda_step_kernel(
     S = tl.load(state)  # [K, BV]
     tl.debug_barrier()
     kn, qn = tl.load(k + row * k_row + head * K + ck), tl.load(q + row * q_row + head * K + ck)  # [K]
-    x, bias, a_log = tl.load(g + row * g_row + head * K + ck), tl.load(dt_bias + head * K + ck), tl.load(A_log + head)
+    x, bias = tl.load(g + row * g_row + head * K + ck), tl.load(dt_bias + head * K + ck)
+    rate = gate_rate(tl.load(A_log + head).to(tl.float32))
     r, b = tl.load(v + row * v_row + head * V + cv), tl.load(beta + row * beta_row + head)
     kn, qn, r, b = kn.to(tl.float32), qn.to(tl.float32), r.to(tl.float32), b.to(tl.float32)
-    x = x.to(tl.float32) + bias.to(tl.float32)
-    # Added to zeros, because a constexpr divided by a tensor is no tensor to Triton's interpreter.
-    bits = tl.zeros((K,), tl.float32) + activate_gate(x, a_log.to(tl.float32), LOWER_BOUND)
+    if LOWER_BOUND == 0.0:
+        lost = unbounded_decay(x.to(tl.float32), rate, bias.to(tl.float32))
+    else:
+        lost = bounded_decay(x.to(tl.float32), rate, bias.to(tl.float32), LOWER_BOUND)
     kn *= tl.rsqrt(tl.sum(kn * kn) + 1e-6)
     qn *= tl.rsqrt(tl.sum(qn * qn) + 1e-6) * K**-0.5
-    S *= tl.exp2(bits)[:, None]
-    r = (r - tl.sum(kn[:, None] * S, axis=0)) / (1.0 + tl.exp2(-b * LOG2E))
+    S *= tl.exp2(-lost)[:, None]
+    r = (r - tl.sum(kn[:, None] * S, axis=0)) * sigmoid(b)
     out = tl.sum(qn[:, None] * S, axis=0) + tl.sum(qn * kn) * r
     tl.store(state, S + kn[:, None] * r[None, :])
     tl.store(o + pair.to(tl.int64) * V + cv, out.to(o.dtype.element_ty))
