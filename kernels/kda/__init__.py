@@ -1,4 +1,5 @@
 from .api import kda, kda_step
+from .state_map import combine_state_maps, kda_state_map
 
 
-__all__ = ["kda", "kda_step"]
+__all__ = ["combine_state_maps", "kda", "kda_state_map", "kda_step"]

@@ -5,7 +5,7 @@ import math
 import torch
 
 from ..checks import check_cu_seqlens, check_floating, check_shape
-from ..dispatch import choose, compute_dtype
+from ..dispatch import choose, compute_dtype, traceable
 from .reference import kda_chunk
 from .reference import kda_step as kda_step_reference
 
@@ -80,7 +80,7 @@ def _fused(q, v, lower_bound, impl):
     refused = supports(q, v, lower_bound)
     if refused and impl == "triton":
         raise ValueError(f"impl: 'triton' was asked for, but {refused}")
-    return kda_chunk if refused else kda_fused
+    return kda_chunk if refused else traceable("kda", kda_fused)
 
 
 def kda_step(
@@ -131,7 +131,7 @@ def _fused_step(q, k, v, g, beta, state, impl):
     refused = supports(q, k, v, g, beta, state)
     if refused and impl == "triton":
         raise ValueError(f"impl: 'triton' was asked for, but {refused}")
-    return kda_step_reference if refused else kda_step_fused
+    return kda_step_reference if refused else traceable("kda_step", kda_step_fused)
 
 
 def _step_fits(q, k, v, g, beta, A_log, dt_bias, state):

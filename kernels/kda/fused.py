@@ -19,6 +19,7 @@ from .fused_backward import (
     kda_bwd_kernel_scans,
 )
 from .fused_forward import kda_fwd_kernel_prepare, kda_fwd_kernel_scan
+from .fused_split import enter, enter_back, find_maps, pieces_of
 from .fused_unbounded import (
     kda_unbounded_kernel_gradients,
     kda_unbounded_kernel_scores,
@@ -105,6 +106,7 @@ class _Call:
         self.layout = _Layout(q, cu_seqlens)
         (_, self.T, self.H, self.K), self.V = q.shape, v.shape[-1]
         self.lower_bound = lower_bound
+        self.processors = _processors(q.device)
         # FP32 inputs get products of FP32 accuracy; for the others the operands are 16 bits wide anyway.
         precision = "tf32x3" if q.dtype == torch.float32 else "tf32"
         self.common = {"VARLEN": self.layout.packed, "PRECISION": precision}
@@ -123,11 +125,14 @@ class _Call:
             values += CHUNK * (V + 3 * CHUNK) + 2 * K * V + (0 if self.lower_bound is None else 7 * HALF * K)
         return self.layout.count * values * self.q.element_size()
 
-    def value_block(self, G: int, directions: int) -> int:
+    def pieces(self, G: int):
+        """How long sequences of few heads are cut (`fused_split.py`), or None."""
+        return pieces_of(self.layout, self.T, self.layout.sequences * G * max(1, self.V // 32), self.processors)
+
+    def value_block(self, programs: int) -> int:
         """Value channels of a program of the scans: fewer where that fills a GPU that would stand half empty."""
         wide = min(self.V, 64)
-        programs = directions * self.layout.sequences * G * self.V // 32
-        return 32 if wide == 64 and programs <= _processors(self.q.device) else wide
+        return 32 if wide == 64 and programs * self.V // 32 <= self.processors else wide
 
     def prepare(self, head: int, G: int, save: bool) -> dict[str, torch.Tensor]:
         """The chunk quantities of heads head ... head + G; with `save` what the backward pass needs of them."""
@@ -172,13 +177,19 @@ class _Call:
         if save:
             n = self.layout.count
             work |= {"S": self.new(n, G, self.K, self.V), "R": self.new(n, G, CHUNK, self.V)}
-        BV = self.value_block(G, 1)
-        kda_fwd_kernel_scan[(self.V // BV, self.layout.sequences * G)](
+        pieces, sequences, table = self.pieces(G), self.layout.sequences, self.layout.first_chunk
+        if pieces:
+            initial_state = enter(self, work, pieces, head, G, initial_state, final_state)
+            # The states after the pieces are known by now, as those before the next ones.
+            final_state = torch.empty_like(initial_state)
+            sequences, table = pieces.count, pieces.first_chunk
+        BV = self.value_block(sequences * G)
+        kda_fwd_kernel_scan[(self.V // BV, sequences * G)](
             work["Qh"], work["Kt"], work["W"], work["U"], work["P"], work["gam"], o,
             final_state if initial_state is None else initial_state, final_state,
-            work["S" if save else "U"], work["R" if save else "U"], self.layout.first_chunk, self.layout.chunks,
-            self.T, self.H, head, G=G, K=self.K, V=self.V, BV=BV, HAS_INITIAL=initial_state is not None, SAVE=save,
-            **self.common, STAGES=3, num_warps=4,
+            work["S" if save else "U"], work["R" if save else "U"], table, self.layout.chunks,
+            self.T, self.H, head, G=G, K=self.K, V=self.V, BV=BV, HAS_INITIAL=initial_state is not None,
+            TABLE=bool(pieces) or self.layout.packed, SAVE=save, **self.common, STAGES=3, num_warps=4,
         )  # fmt: skip
 
 
@@ -224,13 +235,20 @@ def _backward_scans(call, work, head, G, do, initial_state, d_final, d_initial):
     if directions == 2:
         work |= {"S": call.new(n, G, K, V), "R": work["U"]}  # R takes the place of U
     work |= {"dS": call.new(n, G, K, V), "dR": call.new(n, G, CHUNK, V)}
-    BV = call.value_block(G, directions)
-    kda_bwd_kernel_scans[(V // BV, layout.sequences * G, directions)](
+    pieces, sequences, table = call.pieces(G), layout.sequences, layout.first_chunk
+    if pieces:
+        if directions == 2:
+            initial_state = enter(call, work, pieces, head, G, initial_state, torch.empty_like(d_initial))
+        d_final = enter_back(call, work, pieces, head, G, do, d_final, d_initial)
+        d_initial = torch.empty_like(d_final)
+        sequences, table = pieces.count, pieces.first_chunk
+    BV = call.value_block(directions * sequences * G)
+    kda_bwd_kernel_scans[(V // BV, sequences * G, directions)](
         *(work[name] for name in ("Qh", "Kt", "W", "U", "P", "gam")), do,
         d_initial if initial_state is None else initial_state, d_initial if d_final is None else d_final, d_initial,
-        *(work[name] for name in ("S", "R", "dS", "dR")), layout.first_chunk, layout.chunks,
+        *(work[name] for name in ("S", "R", "dS", "dR")), table, layout.chunks,
         call.T, call.H, head, G=G, K=K, V=V, BV=BV, HAS_INITIAL=initial_state is not None,
-        HAS_FINAL=d_final is not None, **call.common, STAGES=3, num_warps=4,
+        HAS_FINAL=d_final is not None, TABLE=bool(pieces) or layout.packed, **call.common, STAGES=3, num_warps=4,
     )  # fmt: skip
 
 
@@ -296,6 +314,16 @@ class _KDA(torch.autograd.Function):
             *gradients, dA_log, ddt_bias, d_initial = _backward(call, initial_state, o, do, d_final, kept)
         d_initial = None if initial_state is None else d_initial
         return *gradients, dA_log.to(A_log.dtype), ddt_bias.to(dt_bias.dtype), None, d_initial, None
+
+
+def kda_state_map_fused(k, v, g, beta, *, A_log, dt_bias, lower_bound=-5.0, cu_seqlens=None):
+    """Arguments and results as in `api.kda_state_map`."""
+    k, v, g, beta = (x.contiguous() for x in (k, v, g, beta))
+    with on_device_of(k):
+        call = _Call(k, k, v, g, beta, A_log, dt_bias, lower_bound, cu_seqlens)
+        work = call.prepare(0, call.H, save=False)
+        layout = call.layout
+        return find_maps(call, work, layout.first_chunk, layout.sequences, layout.packed, 0, call.H)
 
 
 def kda_fused(q, k, v, g, beta, *, A_log, dt_bias, lower_bound=-5.0, initial_state=None, cu_seqlens=None):

@@ -18,12 +18,12 @@ from .fused_gate import HALF, LOG2E, C, bounded_decay, chunk_of, chunks_of, gate
 
 @triton.jit
 def scan_cotangents(
-    Qh, Kt, W, P, gam, do, d_initial, dS_tape, dR_tape, chunks,
+    Qh, Kt, W, P, gam, do, dS_tape, dR_tape, chunks,
     dS, begin, end, group, head, dk, dv,
     T, H, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    VARLEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    VARLEN: tl.constexpr, SAVE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The cotangent dS [K, BV] of the state through the chunks end ... begin, and that of R."""
+    """The cotangent dS [K, BV] of the state through the chunks end ... begin; returns the last one. SAVE: dS and dR."""
     DTYPE: tl.constexpr = W.dtype.element_ty
     rows = tl.arange(0, C)
     state, values = dk[:, None] * V + dv[None, :], rows[:, None] * V + dv[None, :]
@@ -34,17 +34,18 @@ def scan_cotangents(
         source = do + (first * H + head) * V + (rows[:, None] * (H * V) + dv[None, :])
         d_out = tl.load(source, mask=rows[:, None] < length, other=0.0).to(DTYPE)  # [C, BV]
         dSn = dS.to(DTYPE)
-        tl.store(dS_tape + slot * (K * V) + state, dSn)
         p_t = tl.load(P + slot * (C * C) + (rows[None, :] * C + rows[:, None]))  # P transposed
         dR = tl.dot(p_t, d_out, input_precision=PRECISION)
         dR += tl.dot(tl.load(Kt + slot * C * K + wide), dSn, input_precision=PRECISION)
         dRn = dR.to(DTYPE)
-        tl.store(dR_tape + slot * (C * V) + values, dRn)
+        if SAVE:
+            tl.store(dS_tape + slot * (K * V) + state, dSn)
+            tl.store(dR_tape + slot * (C * V) + values, dRn)
         dS = dS * tl.load(gam + slot * K + dk)[:, None]
         dS += tl.dot(tl.load(Qh + slot * C * K + tall), d_out, input_precision=PRECISION)
         dS -= tl.dot(tl.load(W + slot * C * K + tall), dRn, input_precision=PRECISION)
         slot -= G
-    tl.store(d_initial + state, dS)
+    return dS
 
 
 @triton.jit
@@ -56,31 +57,31 @@ def kda_bwd_kernel_scans(
     first_chunk, chunks,
     T, H, first_head,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, TABLE: tl.constexpr, VARLEN: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Programs [., ., 0] run the cotangents, programs [., ., 1], where there are any, the states."""
     block, row = tl.program_id(0), tl.program_id(1)
     sequence, group = (row // G).to(tl.int64), row % G
     head = first_head + group
     dk, dv = tl.arange(0, K), block * BV + tl.arange(0, BV)
-    begin, end = chunks_of(sequence, first_chunk, T, VARLEN)
-    place = (sequence * H + head) * (K * V)
-    state = dk[:, None] * V + dv[None, :]
+    begin, end = chunks_of(sequence, first_chunk, T, TABLE)
+    state = (sequence * H + head) * (K * V) + (dk[:, None] * V + dv[None, :])
     S = tl.zeros((K, BV), dtype=tl.float32)
     if tl.program_id(2) == 0:
         if HAS_FINAL:
-            S += tl.load(d_final + place + state)
-        scan_cotangents(
-            Qh, Kt, W, P, gam, do, d_initial + place, dS_tape, dR_tape, chunks, S, begin, end, group, head, dk, dv,
-            T, H, G, K, V, VARLEN, PRECISION, STAGES,
+            S += tl.load(d_final + state)
+        S = scan_cotangents(
+            Qh, Kt, W, P, gam, do, dS_tape, dR_tape, chunks, S, begin, end, group, head, dk, dv,
+            T, H, G, K, V, VARLEN, True, PRECISION, STAGES,
         )  # fmt: skip
+        tl.store(d_initial + state, S)
     else:
         if HAS_INITIAL:
-            S += tl.load(initial_state + place + state)
+            S += tl.load(initial_state + state)
         scan_states(
-            Qh, Kt, W, U, P, gam, do, d_initial, S_tape, R_tape, chunks, S, begin, end, group, head, dk, dv,
-            T, H, G, K, V, VARLEN, False, True, PRECISION, STAGES,
+            Qh, Kt, W, U, P, gam, do, S_tape, R_tape, chunks, S, begin, end, group, head, dk, dv,
+            T, H, G, K, V, VARLEN, True, False, True, PRECISION, STAGES,
         )  # fmt: skip
 
 

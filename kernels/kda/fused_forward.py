@@ -216,12 +216,16 @@ def kda_fwd_kernel_prepare(
 
 @triton.jit
 def scan_states(
-    Qh, Kt, W, U, P, gam, o, final_state, S_tape, R_tape, chunks,
+    Qh, Kt, W, U, P, gam, o, S_tape, R_tape, chunks,
     S, begin, end, group, head, dk, dv,
     T, H, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    VARLEN: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    VARLEN: tl.constexpr, VALUES: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The state S [K, BV] through the chunks begin ... end: outputs (OUTPUT), states and R of every chunk (SAVE)."""
+    """The state S [K, BV] through the chunks begin ... end; returns the last one.
+
+    OUTPUT: outputs into `o`. SAVE: states and R of every chunk. Not VALUES: what becomes of S alone, as if U were 0.
+    """
     DTYPE: tl.constexpr = W.dtype.element_ty
     rows = tl.arange(0, C)
     state, wide = dk[:, None] * V + dv[None, :], rows[:, None] * K + dk[None, :]
@@ -229,8 +233,9 @@ def scan_states(
     slot = begin.to(tl.int64) * G + group
     for chunk in tl.range(begin, end, num_stages=STAGES):
         Sn = S.to(DTYPE)
-        R = tl.load(U + slot * C * V + values).to(tl.float32)
-        R -= tl.dot(tl.load(W + slot * C * K + wide), Sn, input_precision=PRECISION)
+        R = -tl.dot(tl.load(W + slot * C * K + wide), Sn, input_precision=PRECISION)
+        if VALUES:
+            R += tl.load(U + slot * C * V + values).to(tl.float32)
         Rn = R.to(DTYPE)
         if SAVE:
             tl.store(S_tape + slot * (K * V) + state, Sn)
@@ -245,8 +250,7 @@ def scan_states(
         kt = tl.load(Kt + slot * C * K + (rows[None, :] * K + dk[:, None]))  # [K, C]
         S = S * tl.load(gam + slot * K + dk)[:, None] + tl.dot(kt, Rn, input_precision=PRECISION)
         slot += G
-    if OUTPUT:
-        tl.store(final_state + state, S)
+    return S
 
 
 @triton.jit
@@ -255,22 +259,25 @@ def kda_fwd_kernel_scan(
     o,  # [tokens, H, V]
     initial_state, final_state,  # [N, H, K, V] FP32
     S_tape, R_tape,  # [NT, G, K, V], [NT, G, C, V] (SAVE)
-    first_chunk,  # [N + 1] (VARLEN)
+    first_chunk,  # [N + 1] (TABLE)
     chunks,
     T, H, first_head,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    HAS_INITIAL: tl.constexpr, VARLEN: tl.constexpr, SAVE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, TABLE: tl.constexpr, VARLEN: tl.constexpr, SAVE: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
+    """A sequence here is what is scanned in one go: a row, a document, or a piece of one (`fused_split.py`)."""
     block, row = tl.program_id(0), tl.program_id(1)
     sequence, group = (row // G).to(tl.int64), row % G
     head = first_head + group
     dk, dv = tl.arange(0, K), block * BV + tl.arange(0, BV)
-    begin, end = chunks_of(sequence, first_chunk, T, VARLEN)
-    place = (sequence * H + head) * (K * V)
+    begin, end = chunks_of(sequence, first_chunk, T, TABLE)
+    state = (sequence * H + head) * (K * V) + (dk[:, None] * V + dv[None, :])
     S = tl.zeros((K, BV), dtype=tl.float32)
     if HAS_INITIAL:
-        S += tl.load(initial_state + place + dk[:, None] * V + dv[None, :])
-    scan_states(
-        Qh, Kt, W, U, P, gam, o, final_state + place, S_tape, R_tape, chunks, S, begin, end, group, head, dk, dv,
-        T, H, G, K, V, VARLEN, True, SAVE, PRECISION, STAGES,
+        S += tl.load(initial_state + state)
+    S = scan_states(
+        Qh, Kt, W, U, P, gam, o, S_tape, R_tape, chunks, S, begin, end, group, head, dk, dv,
+        T, H, G, K, V, VARLEN, True, True, SAVE, PRECISION, STAGES,
     )  # fmt: skip
+    tl.store(final_state + state, S)

@@ -21,9 +21,9 @@ def chunk_of(chunk, chunks, T, VARLEN: tl.constexpr):
 
 
 @triton.jit
-def chunks_of(sequence, first_chunk, T, VARLEN: tl.constexpr):
+def chunks_of(sequence, first_chunk, T, TABLE: tl.constexpr):
     """The range of chunks of a sequence."""
-    if VARLEN:
+    if TABLE:
         return tl.load(first_chunk + sequence), tl.load(first_chunk + sequence + 1)
     begin = (sequence * tl.cdiv(T, C)).to(tl.int32)
     return begin, begin + tl.cdiv(T, C)

@@ -223,3 +223,15 @@ def kda_step(q, k, v, g, beta, *, A_log, dt_bias, lower_bound=-5.0, state):
     o, S = _token(state, q, k, v.to(state.dtype), g, beta)
     state.copy_(S)
     return o.to(v.dtype)
+
+
+def kda_state_map(k, v, g, beta, *, A_log, dt_bias, lower_bound=-5.0, cu_seqlens=None):
+    """Arguments and results as in `state_map.kda_state_map`: the columns [I | 0] of a state with values [0 | v]."""
+    B, _, H, K = k.shape
+    sequences = B if cu_seqlens is None else len(cu_seqlens) - 1
+    values = torch.cat([torch.zeros_like(k), v.to(k.dtype)], dim=-1)  # [B, T, H, K + V]
+    state = values.new_zeros(sequences, H, K, values.shape[-1], dtype=compute_dtype(k))
+    state[..., :K] = torch.eye(K, dtype=state.dtype, device=k.device)
+    gate = {"A_log": A_log, "dt_bias": dt_bias, "lower_bound": lower_bound}
+    _, state = kda_chunk(k, k, values, g, beta, **gate, initial_state=state, cu_seqlens=cu_seqlens)
+    return state[..., :K].contiguous(), state[..., K:].contiguous()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from modeling_moe_lc.kernels.kda import kda
+from modeling_moe_lc.kernels.kda import combine_state_maps, kda, kda_state_map
 from modeling_moe_lc.kernels.kda.reference import kda_chunk, kda_recurrent
 
 
@@ -114,6 +114,72 @@ def test_groups_of_heads_change_no_bit(monkeypatch):
     monkeypatch.setattr(fused, "WORKSPACE_BYTES", 1)
     for name, x in run(kda, tensors, -5.0, None, cotangents, impl="triton").items():
         assert torch.equal(x, whole[name]), name
+
+
+@pytest.fixture
+def every_chunk_a_piece(monkeypatch):
+    from modeling_moe_lc.kernels.kda import fused, fused_split
+
+    monkeypatch.setattr(fused, "_processors", lambda device: 1000)
+    monkeypatch.setattr(fused_split, "SHORTEST_PIECE", 1)
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["kept", "computed again"])
+@pytest.mark.parametrize(
+    ("B", "T", "documents"), [(1, 250, None), (2, 200, None), (1, 250, [0, 0, 57, 58, 58, 250]), (1, 256, [0, 256])]
+)
+def test_sequences_in_pieces_equal_the_recurrence(
+    B, T, documents, keep, every_chunk_a_piece, poison_empty, monkeypatch
+):
+    from modeling_moe_lc.kernels.kda import fused
+
+    if not keep:
+        monkeypatch.setattr(fused, "KEEP_BYTES", 0)
+    tensors = make(B, T, 2, 16, 16, documents=documents, gate="slow")
+    cu_seqlens = None if documents is None else torch.tensor(documents, dtype=torch.int32)
+    cotangents = torch.randn(B, T, 2, 16), torch.randn_like(tensors[-1])
+    ours = run(kda, tensors, -5.0, cu_seqlens, cotangents, impl="triton")
+    theirs = run(kda_recurrent, [x.double() for x in tensors], -5.0, cu_seqlens, cotangents)
+    assert_close(ours, theirs, LIMIT, GRADIENT)
+
+
+@torch.no_grad()
+def test_pieces_without_a_state_before_or_a_cotangent_behind(every_chunk_a_piece):
+    *tokens, A_log, dt_bias, _ = make(1, 250, 1, 16, 16, gate="slow")
+    gate = {"A_log": A_log, "dt_bias": dt_bias}
+    with torch.enable_grad():
+        leaves = [x.clone().requires_grad_() for x in tokens]
+        o, final = kda(*leaves, **gate, impl="triton")
+        do = torch.randn_like(o)
+        ours = torch.autograd.grad(o, leaves, do)
+        reference = [x.double().requires_grad_() for x in tokens]
+        o_64, final_64 = kda_recurrent(*reference, A_log=A_log.double(), dt_bias=dt_bias.double())
+        theirs = torch.autograd.grad(o_64, reference, do.double())
+    for a, b in zip((o, final, *ours), (o_64, final_64, *theirs), strict=True):
+        assert (a.double() - b).norm() < 5e-5 * b.norm()
+
+
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+@pytest.mark.parametrize("documents", [None, [0, 0, 57, 58, 58, 150]], ids=["rows", "documents"])
+def test_state_maps_give_the_final_state(documents, impl):
+    q, k, v, g, beta, A_log, dt_bias, state = make(1, 150, 2, 16, 32, documents=documents, gate="slow")
+    gate = {"A_log": A_log, "dt_bias": dt_bias, "impl": impl}
+    gate["cu_seqlens"] = None if documents is None else torch.tensor(documents)
+    _, expected = kda(q, k, v, g, beta, initial_state=state, **gate)
+    phi, psi = kda_state_map(k, v, g, beta, **gate)
+    assert torch.allclose(phi @ state + psi, expected, atol=1e-5)
+
+
+def test_state_maps_of_parts_combine():
+    _, k, v, g, beta, A_log, dt_bias, _ = (x.double() for x in make(1, 150, 2, 16, 32, gate="slow"))
+    gate = {"A_log": A_log, "dt_bias": dt_bias}
+    whole = kda_state_map(k, v, g, beta, **gate)
+    first, second, third = (
+        kda_state_map(*(x[:, a:b] for x in (k, v, g, beta)), **gate) for a, b in ((0, 70), (70, 71), (71, 150))
+    )
+    joined = combine_state_maps(combine_state_maps(first, second), third)
+    for ours, theirs in zip(joined, whole, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-12)
 
 
 @pytest.mark.parametrize("lower_bound", [-5.0, None], ids=["bounded", "softplus"])
