@@ -4,9 +4,11 @@ import argparse
 import importlib
 import json
 import math
+import shlex
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Self
@@ -18,8 +20,14 @@ from tqdm import tqdm
 PACKAGE = __package__.rpartition(".")[0]
 
 # name: (module with add_arguments(parser) and run(args), what it measures)
-OPERATORS = {"kda": (f"{PACKAGE}.training.bench_kda", "Kimi Delta Attention: whole sequences and one-token steps")}
+OPERATORS = {
+    "kda": (
+        f"{PACKAGE}.training.bench_kda",
+        "Kimi Delta Attention: whole sequences, one-token steps, the layer without its GEMMs",
+    )
+}
 
+OURS = "ours"
 # A measurement takes as many calls as fit into this time, within these bounds.
 MILLISECONDS, FEWEST, MOST = 300.0, 5, 200
 
@@ -36,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
     module_name, help_text = OPERATORS[args.operator]
     module = importlib.import_module(module_name)
     parser = argparse.ArgumentParser(prog=f"moe-lc bench {args.operator}", description=help_text)
+    parser.set_defaults(command=shlex.join(("moe-lc", "bench", args.operator, *args.arguments)))
     module.add_arguments(parser)
     return module.run(parser.parse_args(args.arguments))
 
@@ -57,6 +66,7 @@ class Measurement:
     wrong: str | None = None
     skipped: str | None = None
     recorded: bool = False  # measured earlier on such a device, not in this run
+    is_fla: bool = False
 
 
 class Cuda:
@@ -107,7 +117,8 @@ class Cuda:
                 call()
         return graph.replay
 
-    def copy_bandwidth(self) -> float:
+    @cached_property
+    def bandwidth(self) -> float:
         """Bytes per second, read and written, of a large copy."""
         source = torch.zeros(1 << 30, dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
@@ -115,21 +126,28 @@ class Cuda:
 
 
 class Report:
-    """Prints measurements as a table, one line as soon as it is known, and appends them to a file of JSON lines."""
+    """Prints measurements as a table, one line as soon as it is known, and appends them to a file of JSON lines.
+
+    A summary comes last, after an interruption too: the end of a log says what the log holds.
+    """
 
     COLUMNS = (
-        ("case", 26), ("gate", 5), ("direction", 17), ("implementation", 26), ("ms", 10), ("vs FLA", 7),
-        ("of floor", 9), ("extra GB", 9), ("worst error", 12),
+        ("operator", 9), ("case", 20), ("gate", 4), ("direction", 16), ("implementation", 26), ("ms", 7), ("vs FLA", 6),
+        ("of floor", 8), ("extra GB", 8), ("worst error", 12),
+    )  # fmt: skip
+    SUMMARY = (
+        *COLUMNS[:4], ("ours ms", 7), ("FLA ms", 7), *COLUMNS[6:9], ("o", 7), ("state", 7), ("worst gradient", 14),
     )  # fmt: skip
 
-    def __init__(self, device: str, output: Path | None, measurements: int):
+    def __init__(self, device: str, command: str, output: Path | None, measurements: int):
         if output is not None and not output.resolve().parent.is_dir():
             raise ValueError(f"output: expected a file in a folder that exists, got {output}")
-        self.machine = {"device": device, "torch": installed_version("torch"), "triton": installed_version("triton")}
+        versions = {name: installed_version(name) for name in ("torch", "triton")}
+        self.origin = {"device": device, **versions, "command": command}
         self.file: IO[str] | None = None if output is None else output.open("a")
         self.progress = tqdm(total=measurements, unit="measurement")
-        self.wrong = 0
-        tqdm.write("  ".join(f"{name:<{width}}" for name, width in self.COLUMNS).rstrip())
+        self.rows: list[Measurement] = []
+        tqdm.write(_line([name for name, _ in self.COLUMNS], self.COLUMNS))
 
     def __enter__(self) -> Self:
         return self
@@ -138,34 +156,62 @@ class Report:
         self.progress.close()
         if self.file is not None:
             self.file.close()
+        print("\n".join(self.summary()))
 
     def add(self, measurement: Measurement) -> None:
-        self.wrong += measurement.wrong is not None
-        tqdm.write(self.line(measurement))
+        self.rows.append(measurement)
+        tqdm.write(_line(_cells(measurement), self.COLUMNS))
         if self.file is not None:
             errors = {name: error if math.isfinite(error) else None for name, error in measurement.errors.items()}
-            self.file.write(json.dumps({**asdict(measurement), "errors": errors, **self.machine}) + "\n")
+            self.file.write(json.dumps({**asdict(measurement), "errors": errors, **self.origin}) + "\n")
             self.file.flush()
         self.progress.update(not measurement.recorded)
 
-    def line(self, m: Measurement) -> str:
-        names = [
-            " ".join(f"{name} {size:,}" for name, size in m.case.items()),
-            m.gate,
-            m.direction,
-            m.implementation + (" (recorded)" if m.recorded else ""),
-        ]
-        worst = max(m.errors.values(), default=None)
-        numbers = [
-            _format(m.ms, "{:.4g}"),
-            _format(m.ratio_to_fla, "{:.2f}x"),
-            _format(m.floor_fraction, "{:.0%}"),
-            _format(None if m.extra_bytes is None else m.extra_bytes / 1e9, "{:.3f}"),
-            _format(worst, "{:.1e}"),
-        ]
-        instead = f"wrong: {m.wrong}" if m.wrong is not None else m.skipped
-        cells = names + (numbers if instead is None else [instead])
-        return "  ".join(f"{cell:<{width}}" for cell, (_, width) in zip(cells, self.COLUMNS)).rstrip()
+    @property
+    def wrong(self) -> int:
+        return sum(row.wrong is not None for row in self.rows)
+
+    def summary(self) -> list[str]:
+        """A line for each of our measurements, with the fastest of FLA's of the same case and the parts of our error."""
+        command, device = self.origin["command"], self.origin["device"]
+        lines = [f"\n{command} on {device}", _line([name for name, _ in self.SUMMARY], self.SUMMARY)]
+        for ours in self.rows:
+            if ours.implementation == OURS:
+                fla = [row.ms for row in self.rows if row.is_fla and row.ms is not None and _case(row) == _case(ours)]
+                lines.append(_line(_summary_cells(ours, min(fla, default=None)), self.SUMMARY))
+        return lines
+
+
+def measure(
+    row: Measurement, machine, check: Callable[[], dict], limits: dict, calls: Sequence[Callable], graph=False
+) -> Measurement:
+    """`row` with its errors and, where they are small and results finite, time and memory of one of the `calls`."""
+    try:
+        errors = check()
+        if not all(result.isfinite().all() for result in calls[0]()):
+            errors |= {"not finite": math.nan}
+        failure = wrong(errors, limits)
+        if failure is not None:
+            return replace(row, errors=errors, wrong=failure)
+        extra = machine.extra_bytes(calls[0])
+        ms = machine.median_ms([machine.graph(calls)]) / len(calls) if graph else machine.median_ms(calls)
+        return replace(row, errors=errors, ms=ms, extra_bytes=extra)
+    except torch.OutOfMemoryError:
+        return replace(row, skipped="out of memory")
+    except Exception as error:
+        # Another library may not run on this machine, in ways of its own. The rest can still be measured.
+        if not row.is_fla:
+            raise
+        return replace(row, skipped=f"failed: {type(error).__name__}: {error}".partition("\n")[0])
+
+
+def finish(rows: list[Measurement], floor_ms: float, report: Report) -> None:
+    """Reports the last of the rows of a case, compared with those of FLA before it."""
+    base = min((row.ms for row in rows if row.is_fla and row.ms is not None), default=None)
+    row = rows[-1]
+    if row.ms is not None:
+        row = replace(row, floor_fraction=floor_ms / row.ms, ratio_to_fla=None if base is None else base / row.ms)
+    report.add(row)
 
 
 def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
@@ -177,6 +223,46 @@ def wrong(errors: dict[str, float], limits: dict[str, float]) -> str | None:
     """The errors above their limits in words, or None; NaN is above every limit."""
     above = [f"{name} {error:.1e}" for name, error in errors.items() if not error <= limits[name]]
     return ", ".join(above) or None
+
+
+def _case(m: Measurement) -> tuple:
+    return m.operator, m.case, m.gate, m.direction
+
+
+def _names(m: Measurement) -> list[str]:
+    return [m.operator, " ".join(f"{name} {size:,}" for name, size in m.case.items()), m.gate, m.direction]
+
+
+def _cells(m: Measurement) -> list[str]:
+    names = [*_names(m), m.implementation + (" (recorded)" if m.recorded else "")]
+    worst = max(m.errors.values(), default=None)
+    return names + (_instead(m) or [_format(m.ms, "{:.4g}"), *_comparison(m), _format(worst, "{:.1e}")])
+
+
+def _summary_cells(m: Measurement, fla_ms: float | None) -> list[str]:
+    gradients = [error for name, error in m.errors.items() if name not in ("o", "state", "tail")]
+    errors = [m.errors.get("o"), m.errors.get("state"), max(gradients, default=None)]
+    times = [_format(m.ms, "{:.4g}"), _format(fla_ms, "{:.4g}")]
+    return _names(m) + (_instead(m) or [*times, *_comparison(m), *(_format(error, "{:.1e}") for error in errors)])
+
+
+def _instead(m: Measurement) -> list[str]:
+    """What stands in place of a speed, if anything does."""
+    said = f"wrong: {m.wrong}" if m.wrong is not None else m.skipped
+    return [] if said is None else [said]
+
+
+def _comparison(m: Measurement) -> list[str]:
+    gigabytes = None if m.extra_bytes is None else m.extra_bytes / 1e9
+    return [
+        _format(m.ratio_to_fla, "{:.2f}x"),
+        _format(m.floor_fraction, "{:.0%}"),
+        _format(gigabytes, "{:.3f}"),
+    ]
+
+
+def _line(cells: Sequence[str], columns: Sequence[tuple[str, int]]) -> str:
+    return "  ".join(f"{cell:<{width}}" for cell, (_, width) in zip(cells, columns)).rstrip()
 
 
 def _format(number: float | None, form: str) -> str:

@@ -1,0 +1,68 @@
+"""Kimi Delta Attention as it is called in a benchmark: ours and FLA's."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..kernels.kda import kda, kda_step
+from .bench import OURS, installed_version
+
+
+LOWER_BOUND = -5.0
+FORWARD, BACKWARD, GRAPH, EAGER = "forward", "forward+backward", "step, CUDA graph", "step, eager"
+
+Inputs = dict[str, torch.Tensor]
+# (inputs, state or None) to o and the new state
+Operator = Callable[[Inputs, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """A `sequence` begins with the state given, or with zeros; a `step` is one token of it and may work in place."""
+
+    name: str
+    sequence: Operator
+    step: Operator | None = None
+    directions: tuple[str, ...] = (FORWARD, BACKWARD)
+    is_fla: bool = False
+
+
+def implementations() -> list[Implementation]:
+    """Ours, and FLA before it when it can be imported, so that ratios are known at once."""
+    ours = Implementation(OURS, _ours, _our_step)
+    try:
+        from fla.ops.kda import chunk_kda, fused_recurrent_kda
+    except ImportError as error:
+        print(f"FLA: cannot be imported, so it is left out ({error})")
+        return [ours]
+    name = f"FLA {installed_version('fla-core') or ''}".strip()
+    options: dict[str, Any] = {
+        "use_qk_l2norm_in_kernel": True,
+        "use_gate_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True,
+        "lower_bound": LOWER_BOUND,
+        "output_final_state": True,
+    }
+
+    def call(function, more, x, state):
+        flat = {**x, "dt_bias": x["dt_bias"].flatten()}
+        return function(**flat, initial_state=state, **options, **more)
+
+    safe, kept = {"safe_gate": True}, {"safe_gate": True, "disable_recompute": True}
+    return [
+        Implementation(f"{name}, all kept", partial(call, chunk_kda, kept), directions=(BACKWARD,), is_fla=True),
+        Implementation(name, partial(call, chunk_kda, safe), partial(call, fused_recurrent_kda, {}), is_fla=True),
+        ours,
+    ]
+
+
+def _ours(x: Inputs, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    return kda(**x, lower_bound=LOWER_BOUND, initial_state=state, impl="triton")
+
+
+def _our_step(x: Inputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    one = {name: t[:, 0] if t.ndim > 2 else t for name, t in x.items()}  # [B, H, ...], as the layer does
+    return kda_step(**one, lower_bound=LOWER_BOUND, state=state, impl="triton"), state
