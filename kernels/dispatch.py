@@ -9,6 +9,10 @@ import torch
 
 
 IMPLEMENTATIONS = ("auto", "triton", "reference")
+TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
+# What stands for a fused implementation while torch traces a graph, by the name of the operator. Empty until
+# `custom_ops.register_operators`, which exported remote code does without: its names hold for the whole process.
+TRACED: dict[str, Callable] = {}
 
 
 def choose(impl: str, tensor: torch.Tensor, *, triton: bool) -> str:
@@ -20,7 +24,7 @@ def choose(impl: str, tensor: torch.Tensor, *, triton: bool) -> str:
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl: expected one of {IMPLEMENTATIONS}, got {impl!r}")
     if impl == "auto":
-        return "triton" if triton and tensor.is_cuda and _triton_installed() else "reference"
+        return "triton" if triton and tensor.is_cuda and TRITON_INSTALLED else "reference"
     if impl == "triton" and not triton:
         raise ValueError("impl: 'triton' was asked for, but this operator has no Triton kernel yet")
     if impl == "triton" and not tensor.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
@@ -30,9 +34,12 @@ def choose(impl: str, tensor: torch.Tensor, *, triton: bool) -> str:
     return impl
 
 
-@functools.cache
-def _triton_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def traceable(name: str, fused: Callable) -> Callable:
+    """`fused`, or under `torch.compile` and `torch.export` the operator `name` if there is one: a single node of the graph.
+
+    Not in eager mode, where an operator costs 20 us a call.
+    """
+    return TRACED.get(name, fused) if torch.compiler.is_compiling() else fused
 
 
 def on_device_of(tensor: torch.Tensor) -> torch.cuda.device:

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from .backends import KDAInterface
 from .configuration.configuration_moe_lc import MoeLcTextConfig
+from .kernels.custom_ops import register_operators
 from .modeling_moe_lc import MoeLcForCausalLM, MoeLcPreTrainedModel, MoeLcTextModel
 from .router import update_router_bias
 
@@ -27,6 +28,7 @@ __all__ = [
     "update_router_bias",
 ]
 
+register_operators()  # here and not beside `register_backends`: exported remote code must not register them
 AutoConfig.register(MoeLcTextConfig.model_type, MoeLcTextConfig, exist_ok=True)
 AutoModel.register(MoeLcTextConfig, MoeLcTextModel, exist_ok=True)
 AutoModelForCausalLM.register(MoeLcTextConfig, MoeLcForCausalLM, exist_ok=True)

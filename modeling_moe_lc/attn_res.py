@@ -22,7 +22,7 @@ class AttnRes(nn.Module):
     def forward(self, blocks: tuple[torch.Tensor, ...], partial: torch.Tensor) -> torch.Tensor:
         # At the first site the embedding is the only source and passes through, but every parameter has a gradient.
         sources, rest = (blocks, partial) if blocks else ((partial,), None)
-        impl = operator_impl(self.config)
+        impl = operator_impl(self.config, triton=False)
         return attn_res(sources, rest, self.query[0], self.key_norm, self.config.rms_norm_eps, impl=impl)  # [B, T, D]
 
 

@@ -17,17 +17,20 @@ class KDAInterface(GeneralInterface):
     _global_mapping = {impl: partial(kda, impl=impl) for impl in ("auto", "triton", "reference")}
 
 
-def operator_impl(config) -> str:
-    """`impl` of our operators under the current `attn_implementation`: "triton", "reference" or "auto"."""
+def operator_impl(config, *, triton: bool) -> str:
+    """`impl` of an operator under the current `attn_implementation`: "triton", "reference" or "auto".
+
+    `triton`: whether the operator has a Triton kernel. Under "moe_lc_triton" those that have one run it or raise.
+    """
     attention = config._attn_implementation
     if attention == "moe_lc_triton":
-        return "triton"
+        return "triton" if triton else "auto"
     return "reference" if attention in ("moe_lc_reference", "eager") else "auto"
 
 
 def kda_backend(config) -> Callable:
     """The KDA function that `config.kda_implementation` names, or else the one that follows `attn_implementation`."""
-    key = config.kda_implementation or operator_impl(config)
+    key = config.kda_implementation or operator_impl(config, triton=True)
     registry = KDAInterface()
     if key not in registry:
         raise ValueError(f"kda_implementation: expected one of {sorted(registry.valid_keys())}, got {key!r}")

@@ -117,7 +117,7 @@ class GatedMLA(nn.Module):
         kv_b = effective_weight(self.kv_b_proj).view(-1, self.nope_dim + self.v_dim, self.rank)  # [H, nope + V, R]
         w_k, w_v = kv_b.split([self.nope_dim, self.v_dim], dim=1)
         q_latent = torch.einsum("bthd,hdr->bthr", q_nope, w_k)
-        impl = operator_impl(self.config)
+        impl = operator_impl(self.config, triton=False)
         o_latent = mla_decode(q_latent, q_rope, latent, k_rope, scale=self.scaling, mask=attention_mask, impl=impl)
         return torch.einsum("bthr,hvr->bthv", o_latent, w_v)
 

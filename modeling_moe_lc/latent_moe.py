@@ -26,7 +26,7 @@ class MoeLcExperts(nn.Module):
 
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         """What transformers' own expert backends call between the two products."""
-        return situ_glu(gate_up, *self.config.glu_caps, impl=operator_impl(self.config))
+        return situ_glu(gate_up, *self.config.glu_caps, impl=operator_impl(self.config, triton=False))
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
         beta, linear_beta = self.config.glu_caps
@@ -38,7 +38,7 @@ class MoeLcExperts(nn.Module):
             self.down_proj,
             beta=beta,
             linear_beta=linear_beta,
-            impl=operator_impl(self.config),
+            impl=operator_impl(self.config, triton=False),
         )
 
 

@@ -49,10 +49,10 @@ class Router(nn.Module):
             scaling=config.routed_scaling_factor,
             token_mask=token_mask,
             histogram=self._training_histogram() if counting else None,
-            impl=operator_impl(config),
+            impl=operator_impl(config, triton=False),
         )
         if counting:
-            self.counts += counts
+            self.counts.add_(counts)  # not `+=`: under activation checkpointing torch.compile refuses assignments
         return logits, weights, indices
 
     def _training_histogram(self) -> torch.Tensor | None:

@@ -3,7 +3,7 @@
 import torch
 
 from ..checks import check_floating, check_shape
-from ..dispatch import choose
+from ..dispatch import choose, traceable
 from .reference import gated_rms_norm as gated_rms_norm_reference
 
 
@@ -41,4 +41,4 @@ def _fused(o, gate, impl):
     refused = supports(o, gate)
     if refused and impl == "triton":
         raise ValueError(f"impl: 'triton' was asked for, but {refused}")
-    return gated_rms_norm_reference if refused else gated_rms_norm_fused
+    return gated_rms_norm_reference if refused else traceable("gated_rms_norm", gated_rms_norm_fused)

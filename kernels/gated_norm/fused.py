@@ -88,30 +88,36 @@ def _tiles(o: torch.Tensor) -> tuple[int, int, int]:
     return rows, BM, triton.cdiv(rows, BM)
 
 
+def launch_forward(o: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    y = torch.empty_like(o)
+    rows, BM, tiles = _tiles(o)
+    gated_norm_fwd_kernel[(tiles,)](o, gate, y, weight, rows, eps, V=o.shape[-1], BM=BM, num_warps=4)
+    return y
+
+
+def launch_backward(o: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, dy: torch.Tensor):
+    V = o.shape[-1]
+    rows, BM, tiles = _tiles(o)
+    parts = min(tiles, MOST_PARTS)
+    d_o, d_gate = torch.empty_like(o), torch.empty_like(gate)
+    d_weight = o.new_empty(parts, V, dtype=torch.float32)
+    gated_norm_bwd_kernel[(parts,)](o, gate, dy, d_o, d_gate, weight, d_weight, rows, eps, V=V, BM=BM, num_warps=4)
+    return d_o, d_gate, d_weight.sum(0).to(weight.dtype)
+
+
 class _GatedRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, o, gate, weight, eps):
         o, gate, weight = o.contiguous(), gate.contiguous(), weight.contiguous()
-        y = torch.empty_like(o)
-        rows, BM, tiles = _tiles(o)
-        gated_norm_fwd_kernel[(tiles,)](o, gate, y, weight, rows, eps, V=o.shape[-1], BM=BM, num_warps=4)
         ctx.save_for_backward(o, gate, weight)
         ctx.eps = eps
-        return y
+        return launch_forward(o, gate, weight, eps)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
         o, gate, weight = ctx.saved_tensors
-        V = o.shape[-1]
-        rows, BM, tiles = _tiles(o)
-        parts = min(tiles, MOST_PARTS)
-        d_o, d_gate = torch.empty_like(o), torch.empty_like(gate)
-        d_weight = o.new_empty(parts, V, dtype=torch.float32)
-        gated_norm_bwd_kernel[(parts,)](
-            o, gate, dy.contiguous(), d_o, d_gate, weight, d_weight, rows, ctx.eps, V=V, BM=BM, num_warps=4
-        )  # fmt: skip
-        return d_o, d_gate, d_weight.sum(0).to(weight.dtype), None
+        return *launch_backward(o, gate, weight, ctx.eps, dy.contiguous()), None
 
 
 def gated_rms_norm_fused(o, gate, weight, eps):

@@ -3,7 +3,7 @@
 import torch
 
 from ..checks import check_cu_seqlens, check_floating, check_shape
-from ..dispatch import choose
+from ..dispatch import choose, traceable
 from .reference import short_convs as short_convs_reference
 
 
@@ -68,7 +68,8 @@ def _run(xs, weights, states, cu_seqlens, impl, names):
     """Either public function; `names` are what it calls the first three arguments."""
     _check(xs, weights, states, cu_seqlens, names)
     run = _fused(xs, weights, impl, names) if choose(impl, xs[0], triton=True) == "triton" else short_convs_reference
-    return run(xs, weights, states=states, cu_seqlens=cu_seqlens)
+    ys, new_states = run(xs, weights, states=states, cu_seqlens=cu_seqlens)
+    return tuple(ys), new_states
 
 
 def _fused(xs, weights, impl, names):
@@ -78,7 +79,7 @@ def _fused(xs, weights, impl, names):
     refused = supports(xs, weights, names)
     if refused and impl == "triton":
         raise ValueError(f"impl: 'triton' was asked for, but {refused}")
-    return short_convs_reference if refused else short_convs_fused
+    return short_convs_reference if refused else traceable("short_convs", short_convs_fused)
 
 
 def _check(xs, weights, states, cu_seqlens, names):

@@ -211,7 +211,7 @@ def _rows_of_piece(warps_per_token: int, tokens: int) -> int:
     return min(128, max(16, triton.next_power_of_2(max(1, warps_per_token * tokens // 2048))))
 
 
-class _Call:
+class Call:
     """What both launches share: contiguous inputs, blocks of channels, the pieces of every sequence."""
 
     def __init__(self, xs, weights, states, cu_seqlens):
@@ -237,7 +237,7 @@ def _three(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [*tensors, *(MOST_TENSORS - len(tensors)) * tensors[:1]]
 
 
-def _forward(call: _Call) -> tuple[list[torch.Tensor], torch.Tensor]:
+def launch_forward(call: Call) -> tuple[list[torch.Tensor], torch.Tensor]:
     n = len(call.xs)
     ys = [torch.empty_like(x) for x in call.xs]
     new_states = call.xs[0].new_empty(call.sequences, n * call.C, TAPS - 1)
@@ -252,7 +252,7 @@ def _forward(call: _Call) -> tuple[list[torch.Tensor], torch.Tensor]:
     return ys, new_states
 
 
-def _backward(call: _Call, dys: list[torch.Tensor], d_new_states: torch.Tensor | None):
+def launch_backward(call: Call, dys: list[torch.Tensor], d_new_states: torch.Tensor | None):
     n, has_state, has_new = len(call.xs), call.states is not None, d_new_states is not None
     # The gradients of states need registers that 16 bytes of channels leave no room for.
     BC, blocks, rows, pieces = call.tiles(lane_bytes=8 if has_state or has_new else 16)
@@ -276,8 +276,8 @@ class _ShortConvs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, states, cu_seqlens, *tensors):
         xs, weights = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
-        call = _Call(xs, weights, states, cu_seqlens)
-        ys, new_states = _forward(call)
+        call = Call(xs, weights, states, cu_seqlens)
+        ys, new_states = launch_forward(call)
         ctx.save_for_backward(call.states, cu_seqlens, *call.xs, *weights)
         ctx.set_materialize_grads(False)
         return *ys, new_states
@@ -289,7 +289,7 @@ class _ShortConvs(torch.autograd.Function):
         xs, weights = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
         *dys, d_new_states = (None if cotangent is None else cotangent.contiguous() for cotangent in cotangents)
         dys = [torch.zeros_like(x) if dy is None else dy for dy, x in zip(dys, xs, strict=True)]
-        dxs, dweights, d_states = _backward(_Call(xs, weights, states, cu_seqlens), dys, d_new_states)
+        dxs, dweights, d_states = launch_backward(Call(xs, weights, states, cu_seqlens), dys, d_new_states)
         dweights = [dw[:, None].to(weight.dtype) for dw, weight in zip(dweights, weights, strict=True)]  # [C, 1, 4]
         return d_states, None, *dxs, *dweights
 

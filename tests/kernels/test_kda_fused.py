@@ -298,3 +298,35 @@ def test_runs_repeat_to_the_bit_on_a_gpu():
     for _ in range(1000):
         for name, x in run(kda, tensors, -5.0, None, cotangents, impl="triton").items():
             assert torch.equal(x, first[name]), name
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_suffix_leaves_every_bit_of_the_prefix_alone_on_a_gpu():
+    *tokens, A_log, dt_bias, state = make(1, 200, 4, 128, 128, dtype=torch.bfloat16, device="cuda")
+    kwargs = {"A_log": A_log, "dt_bias": dt_bias, "initial_state": state, "impl": "triton"}
+    o, _ = kda(*tokens, **kwargs)
+    for t in (1, 31, 32, 63, 64, 100, 199):
+        changed = [torch.cat([x[:, :t], torch.randn_like(x[:, t:])], dim=1) for x in tokens]
+        assert torch.equal(kda(*changed, **kwargs)[0][:, :t], o[:, :t]), t
+
+
+@pytest.mark.gpu
+def test_more_than_2_31_elements_on_a_gpu():
+    T, H, tail = 180_224, 96, 128  # 2.2e9 elements
+    if torch.cuda.mem_get_info()[0] < 120e9:
+        pytest.skip("needs 120 GB of free memory")
+    *tokens, A_log, dt_bias, _ = make(1, T, H, 128, 128, dtype=torch.bfloat16, device="cuda")
+    gate = {"A_log": A_log, "dt_bias": dt_bias, "impl": "triton"}
+    with torch.no_grad():
+        _, before = kda(*(x[:, :-tail] for x in tokens), **gate)
+    whole = [x.requires_grad_() for x in tokens]
+    end = [x[:, -tail:].detach().requires_grad_() for x in tokens]
+    o, _ = kda(*whole, **gate)
+    o_end, _ = kda(*end, **gate, initial_state=before)
+    cotangent = torch.randn_like(o_end)
+    padded = torch.zeros_like(o)
+    padded[:, -tail:] = cotangent
+    gradients, gradients_end = torch.autograd.grad(o, whole, padded), torch.autograd.grad(o_end, end, cotangent)
+    for a, b in zip((o, *gradients), (o_end, *gradients_end), strict=True):
+        assert (a[:, -tail:].float() - b.float()).norm() < 1e-2 * b.float().norm()
