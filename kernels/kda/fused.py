@@ -295,8 +295,10 @@ class _KDA(torch.autograd.Function):
         q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
         initial_state = None if initial_state is None else initial_state.contiguous()
         call = _Call(q, k, v, g, beta, A_log, dt_bias, lower_bound, cu_seqlens)
-        o, state, ctx.kept = _forward(call, initial_state, keep=any(ctx.needs_input_grad))
-        ctx.save_for_backward(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, o)
+        o, state, kept = _forward(call, initial_state, keep=any(ctx.needs_input_grad))
+        # Saved like the inputs, so that activation checkpointing drops it with them.
+        ctx.kept = list(kept or ())
+        ctx.save_for_backward(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, o, *(kept or {}).values())
         ctx.lower_bound = lower_bound
         ctx.set_materialize_grads(False)
         return o, state
@@ -304,9 +306,10 @@ class _KDA(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, d_final):
-        q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, o = ctx.saved_tensors
+        q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, o, *saved = ctx.saved_tensors
         # The launches write over what was kept: a second backward pass through the same graph computes it again.
-        kept, ctx.kept = ctx.kept, None
+        kept = dict(zip(ctx.kept, saved, strict=False))
+        ctx.kept = []
         do = torch.zeros_like(o) if do is None else do.contiguous()
         d_final = None if d_final is None else d_final.contiguous()
         with on_device_of(q):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from modeling_moe_lc.kernels.kda import combine_state_maps, kda, kda_state_map
 from modeling_moe_lc.kernels.kda.reference import kda_chunk, kda_recurrent
@@ -201,6 +202,20 @@ def test_a_second_backward_pass_through_one_graph():
     do = torch.randn_like(o)
     first = torch.autograd.grad(o, leaves, do, retain_graph=True)
     for ours, theirs in zip(torch.autograd.grad(o, leaves, do), first, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_activation_checkpointing():
+    *tokens, A_log, dt_bias, _ = make(1, 70, 1, 16, 16)
+    leaves = [x.requires_grad_() for x in tokens]
+    do = torch.randn(1, 70, 1, 16)
+
+    def outputs(*inputs):
+        return kda(*inputs, A_log=A_log, dt_bias=dt_bias, impl="triton")[0]
+
+    plain = torch.autograd.grad(outputs(*leaves), leaves, do)
+    again = torch.autograd.grad(checkpoint(outputs, *leaves, use_reentrant=False), leaves, do)
+    for ours, theirs in zip(again, plain, strict=True):
         assert torch.equal(ours, theirs)
 
 
