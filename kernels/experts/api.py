@@ -3,7 +3,7 @@
 import torch
 
 from ..checks import check_floating, check_shape
-from ..dispatch import choose
+from ..dispatch import choose, traceable
 from ..situ_glu.api import check_caps
 from .reference import expert_mlp_reference
 
@@ -60,5 +60,16 @@ def expert_mlp(
         )
     check_caps(beta, linear_beta)
 
-    choose(impl, x, triton=False)
-    return expert_mlp_reference(x, indices, weights, gate_up_proj, down_proj, beta=beta, linear_beta=linear_beta)
+    fused = choose(impl, x, triton=True, auto=False) == "triton"
+    run = _fused(x, indices, gate_up_proj, impl) if fused else expert_mlp_reference
+    return run(x, indices, weights, gate_up_proj, down_proj, beta=beta, linear_beta=linear_beta)
+
+
+def _fused(x, indices, gate_up_proj, impl):
+    """The Triton implementation; for "auto" the reference where the kernels cannot take the inputs."""
+    from .fused import expert_mlp_fused, supports
+
+    refused = supports(x, indices, gate_up_proj)
+    if refused and impl == "triton":
+        raise ValueError(f"impl: 'triton' was asked for, but {refused}")
+    return expert_mlp_reference if refused else traceable("expert_mlp", expert_mlp_fused)

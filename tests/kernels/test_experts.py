@@ -166,4 +166,4 @@ def test_bad_inputs_name_the_argument():
     with pytest.raises(ValueError, match="^linear_beta"):
         expert_mlp(**good, beta=4.0, linear_beta=0.0)
     with pytest.raises(ValueError, match="^impl"):
-        expert_mlp(**good, **CAPS, impl="triton")
+        expert_mlp(**good, **CAPS, impl="fused")

@@ -1,0 +1,310 @@
+"""The expert MLPs on a GPU: launches of the Triton kernels and their `autograd.Function`.
+
+Pairs of token and slot are sorted by expert on the device (`fused_sort.py`); products run over tiles of rows of one expert
+(`fused_rows.py`); a few tokens that need no gradients take another path (`fused_decode.py`).
+
+Channels of the inner width are worked on in chunks, so that the workspace stays a part of what they hold together. The
+gradients of the projections are complete after a chunk; that of x is a sum over the chunks. Beside its inputs and where the
+pairs are, a forward pass saves the pre-activations, if KEEP_BYTES hold them; otherwise the backward pass computes them
+again, chunk by chunk.
+"""
+
+import itertools
+from typing import NamedTuple
+
+import torch
+import triton
+
+from ..dispatch import on_device_of
+from .fused_decode import TOKENS, launch_decode
+from .fused_rows import (
+    experts_bwd_kernel_glu,
+    experts_bwd_kernel_router,
+    experts_bwd_kernel_weights,
+    experts_fwd_kernel_gate_up,
+    experts_fwd_kernel_glu,
+    experts_kernel_combine,
+    experts_kernel_rows,
+)
+from .fused_sort import Routing, launch_sort
+
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MOST_EXPERTS, MOST_SLOTS, MOST_PAIRS = 1024, 32, 1 << 30
+# Pre-activations that a forward pass keeps at most. 0 keeps none: a fifth more products in the backward pass.
+KEEP_BYTES = 2 << 30
+# Rows of outputs wait for the sum over slots in blocks of columns: at most this much, or a quarter of the inner activations.
+ROWS_BYTES = 64 << 20
+
+
+class Tile(NamedTuple):
+    """Rows, columns and steps of a program, its warps, and the steps that are loaded ahead."""
+
+    BM: int
+    BN: int
+    BK: int
+    num_warps: int
+    STAGES: int
+
+
+def rows_per_tile(pairs: int, E: int, dtype: torch.dtype) -> int:
+    """Half-empty tiles of 128 rows cost more than the slower ones of 64 where an expert has few rows."""
+    return 128 if dtype != torch.float32 and pairs >= 160 * E else 64
+
+
+def row_tile(BM: int, depth: int, columns: int, dtype: torch.dtype) -> Tile:
+    """For the products over rows. BF16 products of Triton 3.6 need at least 64 in each dimension.
+
+    FP32 ones, three products in a step, are not safe to load ahead for: buffers are filled while they are still read.
+    """
+    if dtype == torch.float32:
+        return Tile(BM, 64, 32, 4, 1)
+    if BM == 64:
+        return Tile(64, 128, 64, 4, 4)
+    # Two programs of 128 columns on a multiprocessor hide the start and the end of a short sum, but read more from L2.
+    return Tile(128, 256, 64, 8, 3) if depth >= 1024 and columns >= 256 else Tile(128, 128, 64, 4, 3)
+
+
+def weight_tile(pairs: int, E: int, dtype: torch.dtype) -> Tile:
+    """For the gradients of the projections: sums over the rows of an expert.
+
+    Rows are found through an index, which takes half of the stages: five of them load two steps ahead.
+    """
+    if dtype == torch.float32:
+        return Tile(64, 64, 32, 4, 1)
+    return Tile(128, 256, 64, 8, 5) if pairs >= 512 * E else Tile(128, 128, 64, 4, 5)
+
+
+class Plan(NamedTuple):
+    """What is kept and what is done at a time, a function of the sizes."""
+
+    keep: bool  # the pre-activations
+    bounds: list[int]  # of the chunks of channels
+    columns: int  # columns of D at a time, between rows of pairs and the sum over slots
+    parts: int  # parts of the tokens that have their inner activations one after the other
+
+
+def plan(T: int, k: int, D: int, I: int, itemsize: int, keep_bytes: int) -> Plan:
+    per_channel = T * k * itemsize
+    inner = per_channel * I
+    keep = 2 * inner <= keep_bytes
+    chunk = max(256, triton.cdiv(I, 512) * 128)
+    columns = min(D, max(256, max(ROWS_BYTES, inner // 4) // per_channel // 256 * 256))
+    if keep:
+        parts = min(4, triton.cdiv(inner, ROWS_BYTES))
+        chunk = I if parts == 1 else chunk
+    else:
+        parts = 1 if inner < 2 * ROWS_BYTES else max(2, triton.cdiv(inner, 8 * ROWS_BYTES))
+        columns = min(columns, max(256, triton.cdiv(D, 512) * 256))
+    return Plan(keep, sorted({*range(0, I, chunk), I}), columns, min(parts, T))
+
+
+def supports(x: torch.Tensor, indices: torch.Tensor, gate_up_proj: torch.Tensor) -> str | None:
+    """Why the kernels cannot take these inputs, or None when they can."""
+    if x.dtype not in DTYPES:
+        return f"x: expected bfloat16, float16 or float32, got {x.dtype}"
+    if not 0 < gate_up_proj.shape[0] <= MOST_EXPERTS:
+        return f"gate_up_proj: expected 1 to {MOST_EXPERTS} experts, got {gate_up_proj.shape[0]}"
+    if not 0 < indices.shape[1] <= MOST_SLOTS:
+        return f"indices: expected 1 to {MOST_SLOTS} experts per token, got {indices.shape[1]}"
+    if indices.numel() > MOST_PAIRS:
+        return f"indices: expected at most {MOST_PAIRS} of them, got {indices.numel()}"
+    return None
+
+
+class Call:
+    """The inputs, contiguous and in the dtype of x, and their sizes."""
+
+    def __init__(self, x, indices, weights, gate_up_proj, down_proj, beta, linear_beta):
+        self.x, self.indices, self.weights = x.contiguous(), indices.contiguous(), weights.contiguous()
+        self.gate_up_proj = gate_up_proj.to(x.dtype).contiguous()
+        self.down_proj = down_proj.to(x.dtype).contiguous()
+        self.caps = {"BETA": beta, "LINEAR_BETA": linear_beta}
+        self.T, self.D = x.shape
+        self.k, (self.E, _, self.I) = indices.shape[1], down_proj.shape
+        self.pairs, self.empty = indices.numel(), 0 in (self.T, self.D, self.I)
+        self.BM = rows_per_tile(self.pairs, self.E, x.dtype)
+
+    def plan(self, keep_bytes: int) -> Plan:
+        return plan(self.T, self.k, self.D, self.I, self.x.element_size(), keep_bytes)
+
+    def sort(self) -> Routing:
+        return launch_sort(self.indices, self.E, self.BM)
+
+    def parts(self, count: int):
+        """The tokens of each part, and a call for it, with the same tiles: the bits of a row do not change."""
+        size = triton.cdiv(self.T, count)
+        for first in range(0, self.T, size):
+            tokens = slice(first, first + size)
+            projections = self.gate_up_proj, self.down_proj, *self.caps.values()
+            part = Call(self.x[tokens], self.indices[tokens], self.weights[tokens], *projections)
+            part.BM = self.BM
+            yield tokens, part
+
+    def launch(self, kernel, routing: Routing, columns: int, depth: int, *args, **constants) -> None:
+        """One program for each tile of rows and each block of columns."""
+        tile = row_tile(self.BM, depth, columns, self.x.dtype)
+        constants |= {"EVEN_K": depth % tile.BK == 0, "EVEN_N": columns % tile.BN == 0}
+        grid = (routing.tiles * triton.cdiv(columns, tile.BN),)
+        kernel[grid](*args, **constants, K=self.k, PRECISION=precision(self.x.dtype), **tile._asdict())
+
+    def gate_up(self, routing: Routing, h: torch.Tensor | None, kept: torch.Tensor | None, begin: int) -> None:
+        """`kept`: the pre-activations of as many channels from `begin` on as it has. h: the activations of all channels."""
+        last = self.I if kept is None else begin + kept.shape[1] // 2
+        self.launch(
+            experts_fwd_kernel_gate_up, routing, 2 * (last - begin), self.D,
+            self.x, self.gate_up_proj, routing.order, routing.table, h, kept,
+            routing.tiles, self.D, self.I, begin, last, KEEP=kept is not None, WRITE=h is not None, **self.caps,
+        )  # fmt: skip
+
+    def rows(self, routing, a, b, out, kind, *, begin=0, column=0) -> None:
+        """out [pairs, width] = a b in every expert, see `experts_kernel_rows`."""
+        depth, width = a.shape[1], out.shape[1]
+        self.launch(
+            experts_kernel_rows, routing, width, depth,
+            a, b, routing.order, routing.table, out, routing.tiles, depth, self.D, self.I, begin, column, width, KIND=kind,
+        )  # fmt: skip
+
+    def combine(self, routing, a, b, out, kind, columns, *, begin=0, add=False) -> None:
+        """out [T, D] (+)= the sum over a token's slots of the rows a b; those of the forward pass are weighted."""
+        memory = a.new_empty(self.pairs * min(columns, self.D))
+        for column in range(0, self.D, columns):
+            width = min(columns, self.D - column)
+            rows = memory[: self.pairs * width].view(self.pairs, width)
+            self.rows(routing, a, b, rows, kind, begin=begin, column=column)
+            BC = min(1024, triton.next_power_of_2(width))
+            BT = 1024 // BC
+            experts_kernel_combine[(triton.cdiv(self.T, BT), triton.cdiv(width, BC))](
+                rows, routing.inverse, self.weights, out, self.T, self.D, column, width,
+                K=self.k, WEIGHTED=kind == "outputs", ADD=add, BT=BT, BC=BC, num_warps=4,
+            )  # fmt: skip
+
+    def activations(self, routing, dy, paired, begin, d_weights) -> torch.Tensor:
+        """Turns `paired`, the pre-activations of channels from `begin` on, into their gradients; returns p h."""
+        channels = paired.shape[1] // 2
+        h = self.x.new_empty(self.pairs, channels)
+        self.rows(routing, dy, self.down_proj, h, "inner", column=begin)
+        experts_bwd_kernel_glu[(triton.cdiv(self.pairs, 4),)](
+            paired, h, self.weights, routing.order, routing.offsets, d_weights, self.E, channels,
+            **self.caps, BM=4, BC=128, num_warps=4,
+        )  # fmt: skip
+        return h
+
+    def projection_gradient(self, routing, a, b, out, begin, *, gather_a) -> None:
+        M, N = a.shape[1], b.shape[1]
+        tile = weight_tile(self.pairs, self.E, self.x.dtype)
+        experts_bwd_kernel_weights[(self.E * triton.cdiv(M, tile.BM) * triton.cdiv(N, tile.BN),)](
+            a, b, routing.order, routing.offsets, out, M, N, *out.shape[1:], begin,
+            K=self.k, GATHER_A=gather_a, EVEN=M % tile.BM == 0 and N % tile.BN == 0,
+            PRECISION=precision(self.x.dtype), **tile._asdict(),
+        )  # fmt: skip
+
+
+def precision(dtype: torch.dtype) -> str:
+    """FP32 in three TF32 terms."""
+    return "tf32x3" if dtype == torch.float32 else "tf32"
+
+
+def _forward(call: Call, keep_bytes: int) -> tuple[torch.Tensor, Routing | None, list[torch.Tensor]]:
+    """The output [T, D]; where the pairs are, and pre-activations [pairs, 2 channels] of the chunks, unless none are kept."""
+    if call.empty:
+        return torch.zeros_like(call.x), None, []
+    y, todo = torch.empty_like(call.x), call.plan(keep_bytes)
+    chunks = list(itertools.pairwise(todo.bounds))
+    if not todo.keep:
+        for tokens, part in call.parts(todo.parts):
+            routing, h = part.sort(), part.x.new_empty(part.pairs, call.I)
+            part.gate_up(routing, h, None, 0)
+            part.combine(routing, h, call.down_proj, y[tokens], "outputs", todo.columns)
+            del h  # before that of the next part
+        return y, None, []
+    routing = call.sort()
+    kept = [call.x.new_empty(call.pairs, 2 * (end - begin)) for begin, end in chunks]
+    if todo.parts == 1:
+        h = call.x.new_empty(call.pairs, call.I)
+        call.gate_up(routing, h, kept[0], 0)
+        call.combine(routing, h, call.down_proj, y, "outputs", todo.columns)
+        return y, routing, kept
+    for (begin, _), paired in zip(chunks, kept, strict=True):
+        call.gate_up(routing, None, paired, begin)
+    for tokens, part in call.parts(todo.parts):
+        own, h = part.sort(), part.x.new_empty(part.pairs, call.I)
+        for (begin, end), paired in zip(chunks, kept, strict=True):
+            experts_fwd_kernel_glu[(triton.cdiv(part.pairs, 4),)](
+                paired, routing.inverse, own.order, own.offsets, h, tokens.start * call.k, call.E, end - begin, call.I, begin,
+                **call.caps, BM=4, BC=128, num_warps=4,
+            )  # fmt: skip
+        part.combine(own, h, call.down_proj, y[tokens], "outputs", todo.columns)
+        del h
+    return y, routing, kept
+
+
+def _backward(call: Call, routing: Routing | None, kept: list[torch.Tensor], dy: torch.Tensor, wanted=4 * (True,)):
+    """Gradients of x, weights, gate_up_proj and down_proj, those that are wanted. `kept` is overwritten."""
+    inputs = call.x, call.weights, call.gate_up_proj, call.down_proj
+    if call.empty:
+        return [torch.zeros_like(tensor) for tensor in inputs]
+    dx, d_weights, d_gate_up, d_down = (
+        torch.empty_like(tensor) if it_is else None for tensor, it_is in zip(inputs, wanted, strict=True)
+    )
+    routing, todo = routing or call.sort(), call.plan(sum(paired.nbytes for paired in kept))
+    partial = call.x.new_empty(len(todo.bounds) - 1, call.pairs, dtype=torch.float32)
+    for number, (begin, end) in enumerate(itertools.pairwise(todo.bounds)):
+        if kept:
+            paired = kept[number]
+        else:
+            paired = call.x.new_empty(call.pairs, 2 * (end - begin))
+            call.gate_up(routing, None, paired, begin)
+        h = call.activations(routing, dy, paired, begin, partial[number])
+        if d_down is not None:
+            call.projection_gradient(routing, dy, h, d_down, begin, gather_a=True)
+        del h  # before the rows that follow
+        if d_gate_up is not None:
+            call.projection_gradient(routing, paired, call.x, d_gate_up, begin, gather_a=False)
+        if dx is not None:
+            call.combine(
+                routing, paired, call.gate_up_proj, dx, "inputs", todo.columns, begin=begin, add=number > 0
+            )  # fmt: skip
+        del paired
+    if d_weights is not None:
+        experts_bwd_kernel_router[(triton.cdiv(call.pairs, 256),)](
+            partial, routing.inverse, d_weights, call.pairs, partial.shape[0], BLOCK=256, num_warps=4
+        )  # fmt: skip
+    return dx, d_weights, d_gate_up, d_down
+
+
+class _ExpertMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, indices, weights, gate_up_proj, down_proj, beta, linear_beta):
+        call = Call(x, indices, weights, gate_up_proj, down_proj, beta, linear_beta)
+        y, routing, kept = _forward(call, KEEP_BYTES)
+        memory = None if routing is None else routing.memory
+        ctx.save_for_backward(x, indices, weights, gate_up_proj, down_proj, memory, *kept)
+        ctx.caps, ctx.overwritten = (beta, linear_beta), False
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        x, indices, weights, gate_up_proj, down_proj, memory, *kept = ctx.saved_tensors
+        call = Call(x, indices, weights, gate_up_proj, down_proj, *ctx.caps)
+        if ctx.overwritten:  # by an earlier backward pass through a retained graph
+            kept = []
+        ctx.overwritten = True
+        routing = None if memory is None else Routing(memory, call.indices, call.E, call.BM)
+        wanted = ctx.needs_input_grad[0], *ctx.needs_input_grad[2:5]
+        gradients = _backward(call, routing, kept, dy.contiguous(), wanted)
+        like = x, weights, gate_up_proj, down_proj
+        dx, *others = (None if d is None else d.to(t.dtype) for d, t in zip(gradients, like, strict=True))
+        return dx, None, *others, None, None
+
+
+def expert_mlp_fused(x, indices, weights, gate_up_proj, down_proj, *, beta, linear_beta):
+    """Arguments and results as in `api.expert_mlp`."""
+    tensors, caps = (x, indices, weights, gate_up_proj, down_proj), (beta, linear_beta)
+    with on_device_of(x):
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            return _ExpertMLP.apply(*tensors, *caps)
+        if 0 < len(x) <= TOKENS:
+            return launch_decode([tensor.contiguous() for tensor in tensors], *caps, precision(x.dtype))
+        return _forward(Call(*tensors, *caps), 0)[0]

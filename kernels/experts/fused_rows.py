@@ -1,0 +1,315 @@
+"""The products over rows in expert order: forward, the gradients of the activations, and the sums over a token's slots.
+
+A program has one tile of at most BM rows of one expert and BN columns. The gate and the up row of a channel are
+neighbouring columns of a tile, so that one product makes both and a thread holds both: "paired" columns are g_0 u_0 g_1 u_1 ...
+Every program runs over the whole inner dimension in steps of BK: a row's bits do not depend on its neighbours.
+"""
+
+import triton
+import triton.language as tl
+
+from .fused_sort import GROUP
+
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def sigmoid(z):
+    """The square of an inverse root: a division costs three more instructions."""
+    root = tl.rsqrt(1.0 + tl.exp2(-z * LOG2E))
+    return root * root
+
+
+@triton.jit
+def capped(x, CAP: tl.constexpr):
+    """CAP tanh(x / CAP), or x, and the derivative."""
+    if CAP is None:
+        value, slope = x, tl.full(x.shape, 1.0, tl.float32)
+    else:
+        tanh = sigmoid(x * (2.0 / CAP)) * 2.0 - 1.0
+        value, slope = tanh * CAP, 1.0 - tanh * tanh
+    return value, slope
+
+
+@triton.jit
+def glu(gate, up, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr):
+    return capped(gate, BETA)[0] * sigmoid(gate) * capped(up, LINEAR_BETA)[0]
+
+
+@triton.jit
+def glu_gradients(gate, up, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr):
+    """The value, and its derivatives by gate and up."""
+    s = sigmoid(gate)
+    linear, linear_slope = capped(gate, BETA)
+    value, slope = capped(up, LINEAR_BETA)
+    situ = linear * s
+    return situ * value, (linear_slope * s + situ * (1.0 - s)) * value, situ * slope
+
+
+@triton.jit
+def split_pairs(paired, BM: tl.constexpr, BC: tl.constexpr):
+    return tl.split(tl.reshape(paired, (BM, BC, 2)))
+
+
+@triton.jit
+def tile_of(table, tiles, columns):
+    """Expert, first row and number of rows of this program's tile, and its block of columns.
+
+    GROUP tiles stand next to each other with the same columns, of mostly one expert: they share its weights in L2.
+    """
+    program, group = tl.program_id(0), GROUP * columns
+    tile = program // group * GROUP + program % GROUP
+    expert = tl.load(table + tile).to(tl.int64)
+    first = tl.load(table + tiles + tile)
+    return expert, first, tl.load(table + 2 * tiles + tile), program % group // GROUP
+
+
+@triton.jit
+def product(
+    a, b, step_a, step_b, depth, columns,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """a [BM, BK] times b [BK, BN], pointers to the first step, along `depth`.
+
+    EVEN_K: depth is a multiple of BK. EVEN_N: all columns are there, otherwise the first `columns` of b are.
+    """
+    k, n = tl.arange(0, BK), tl.arange(0, BN)[None, :]
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    for done in tl.range(0, depth, BK, num_stages=STAGES):
+        if EVEN_K:
+            left = tl.load(a)
+        else:
+            left = tl.load(a, mask=k[None, :] < depth - done, other=0.0)
+        if EVEN_K and EVEN_N:
+            right = tl.load(b)
+        elif EVEN_N:
+            right = tl.load(b, mask=k[:, None] < depth - done, other=0.0)
+        else:
+            right = tl.load(b, mask=(k[:, None] < depth - done) & (n < columns), other=0.0)
+        total = tl.dot(left, right, total, input_precision=PRECISION)
+        a += step_a
+        b += step_b
+    return total
+
+
+@triton.jit(do_not_specialize=("tiles",))
+def experts_fwd_kernel_gate_up(
+    x,  # [T, D]
+    gate_up_proj,  # [E, 2I, D]
+    order, table,
+    h,  # [pairs, I] (WRITE)
+    kept,  # [pairs, 2 (last - begin)], paired (KEEP)
+    tiles, D, I, begin, last,
+    K: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, WRITE: tl.constexpr, KEEP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The channels begin ... last - 1; these are all where h is written."""
+    BC: tl.constexpr = BN // 2
+    expert, first, rows, block = tile_of(table, tiles, tl.cdiv(last - begin, BC))
+    if rows > 0:
+        m, n, k = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
+        # Rows that are not there repeat the last one: no mask in the loop.
+        token = tl.load(order + first + tl.minimum(m, rows - 1)) // K
+        channel = begin + block * BC
+        weights = gate_up_proj + expert * 2 * D * I + ((n % 2) * I + channel + n // 2).to(tl.int64)[None, :] * D
+        acc = product(
+            x + token.to(tl.int64)[:, None] * D + k[None, :], weights + k[:, None], BK, BK, D, 2 * (last - channel),
+            BM, BN, BK, EVEN_K, EVEN_N, PRECISION, STAGES,
+        )  # fmt: skip
+        place = first.to(tl.int64) + m[:, None]
+        # Rounded first, as the reference does: what is kept, and what is computed again, gives the same activations.
+        pre = acc.to(x.dtype.element_ty)
+        if WRITE:
+            gate, up = split_pairs(pre, BM, BC)
+            c = block * BC + tl.arange(0, BC)
+            value = glu(gate.to(tl.float32), up.to(tl.float32), BETA, LINEAR_BETA).to(h.dtype.element_ty)
+            tl.store(h + place * I + c[None, :], value, mask=(m[:, None] < rows) & (c[None, :] < I))
+        if KEEP:
+            n += 2 * block * BC
+            width = 2 * (last - begin)
+            inside = (m[:, None] < rows) & (n[None, :] < width)
+            tl.store(kept + place * width + n[None, :], pre, mask=inside)
+
+
+@triton.jit(do_not_specialize=("tiles",))
+def experts_kernel_rows(
+    a,  # [pairs, depth], or dy [T, depth] (KIND "inner")
+    b,  # down_proj [E, D, I], or gate_up_proj [E, 2I, D] (KIND "inputs")
+    order, table,
+    out,  # [pairs, width]: columns from `column` on of the product
+    tiles, depth, D, I, begin, column, width,
+    KIND: tl.constexpr, K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Rows of an expert times one of its projections.
+
+    KIND "outputs": h W_down^T. "inner": dy W_down, of the channels from `column` on. "inputs": paired gradients, of the
+    channels from `begin` on, times W_gate_up.
+    """
+    expert, first, rows, block = tile_of(table, tiles, tl.cdiv(width, BN))
+    if rows > 0:
+        m, n, k = tl.arange(0, BM), block * BN + tl.arange(0, BN), tl.arange(0, BK)
+        row = first + tl.minimum(m, rows - 1)
+        if KIND == "inner":
+            row = tl.load(order + row) // K
+        left = a + row.to(tl.int64)[:, None] * depth + k[None, :]
+        if KIND == "outputs":
+            right = b + expert * D * I + (column + n).to(tl.int64)[None, :] * I + k[:, None]
+            step = BK
+        elif KIND == "inner":
+            right = b + expert * D * I + k.to(tl.int64)[:, None] * I + (column + n)[None, :]
+            step = BK * I
+        else:
+            right = b + expert * 2 * D * I + ((k % 2) * I + begin + k // 2).to(tl.int64)[:, None] * D
+            right += (column + n)[None, :]
+            step = BK // 2 * D
+        acc = product(
+            left, right, BK, step, depth, width - block * BN, BM, BN, BK, EVEN_K, EVEN_N, PRECISION, STAGES
+        )  # fmt: skip
+        place = out + (first.to(tl.int64) + m[:, None]) * width + n[None, :]
+        tl.store(place, acc.to(out.dtype.element_ty), mask=(m[:, None] < rows) & (n[None, :] < width))
+
+
+@triton.jit(do_not_specialize=("first_pair",))
+def experts_fwd_kernel_glu(
+    paired,  # [pairs, 2C], of all tokens
+    inverse,  # [pairs]: their places
+    order, offsets,  # of a part of the tokens, whose pairs start at first_pair
+    h,  # [pairs of the part, I]: channels from `begin` on
+    first_pair, E, C, I, begin,
+    BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    row, pairs = tl.program_id(0) * BM + tl.arange(0, BM), tl.load(offsets + E)
+    if tl.program_id(0) * BM < pairs:
+        there = (row < pairs)[:, None]
+        pair = first_pair + tl.load(order + row, mask=row < pairs, other=0)
+        source = tl.load(inverse + pair, mask=row < pairs, other=0).to(tl.int64)[:, None]
+        c, n = tl.arange(0, BC)[None, :], tl.arange(0, 2 * BC)[None, :]
+        for first in tl.range(0, C, BC):
+            pre = tl.load(paired + source * 2 * C + 2 * first + n, mask=there & (n < 2 * (C - first)), other=0.0)
+            gate, up = split_pairs(pre.to(tl.float32), BM, BC)
+            value = glu(gate, up, BETA, LINEAR_BETA).to(h.dtype.element_ty)
+            place = h + row.to(tl.int64)[:, None] * I + begin + first + c
+            tl.store(place, value, mask=there & (c < C - first))
+
+
+@triton.jit
+def experts_bwd_kernel_glu(
+    paired,  # [pairs, 2C]: in, gate and up; out, their gradients
+    h,  # [pairs, C]: in, dy W_down; out, the activation times the router's weight
+    weights,  # [T, K]
+    order, offsets,
+    d_weights,  # [pairs] FP32, by place
+    E, C,
+    BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """In place: each element is read and written by one program. The rows' products <h, dy W_down> are on the way."""
+    row, pairs = tl.program_id(0) * BM + tl.arange(0, BM), tl.load(offsets + E)
+    if tl.program_id(0) * BM < pairs:
+        there = (row < pairs)[:, None]
+        p = tl.load(weights + tl.load(order + row, mask=row < pairs, other=0)).to(tl.float32)[:, None]
+        place, c, n = row.to(tl.int64)[:, None], tl.arange(0, BC)[None, :], tl.arange(0, 2 * BC)[None, :]
+        total = tl.zeros((BM, BC), dtype=tl.float32)
+        for first in tl.range(0, C, BC):
+            pointers = paired + place * 2 * C + 2 * first + n
+            inside, inside_h = there & (n < 2 * (C - first)), there & (c < C - first)
+            gate, up = split_pairs(tl.load(pointers, mask=inside, other=0.0).to(tl.float32), BM, BC)
+            pointers_h = h + place * C + first + c
+            dh = tl.load(pointers_h, mask=inside_h, other=0.0).to(tl.float32)
+            value, by_gate, by_up = glu_gradients(gate, up, BETA, LINEAR_BETA)
+            total += value * dh
+            dh *= p
+            gradients = tl.reshape(tl.join(dh * by_gate, dh * by_up), (BM, 2 * BC))
+            tl.store(pointers, gradients.to(paired.dtype.element_ty), mask=inside)
+            tl.store(pointers_h, (value * p).to(h.dtype.element_ty), mask=inside_h)
+        tl.store(d_weights + row, tl.sum(total, axis=1), mask=row < pairs)
+
+
+@triton.jit(do_not_specialize=("T",))
+def experts_kernel_combine(
+    rows,  # [pairs, width]
+    inverse,  # [T, K]
+    weights,  # [T, K] (WEIGHTED)
+    y,  # [T, D]: columns first_column ... are written, or added to (ADD)
+    T, D, first_column, width,
+    K: tl.constexpr, WEIGHTED: tl.constexpr, ADD: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
+    c = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
+    there, inside = t < T, (t < T) & (c < width)
+    place = y + t * D + first_column + c
+    if ADD:
+        total = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    else:
+        total = tl.zeros((BT, BC), dtype=tl.float32)
+    for slot in tl.static_range(K):
+        at = tl.load(inverse + t * K + slot, mask=there, other=-1)  # [BT, 1]
+        row = tl.load(rows + at.to(tl.int64) * width + c, mask=inside & (at >= 0), other=0.0).to(tl.float32)
+        if WEIGHTED:
+            row *= tl.load(weights + t * K + slot, mask=there & (at >= 0), other=0.0).to(tl.float32)
+        total += row
+    tl.store(place, total.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=("pairs", "parts"))
+def experts_bwd_kernel_router(
+    partial,  # [parts, pairs] FP32, by place
+    inverse, d_weights,  # [pairs]
+    pairs, parts,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.load(inverse + pair, mask=pair < pairs, other=-1)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for part in tl.range(0, parts):
+        total += tl.load(partial + tl.cast(part, tl.int64) * pairs + at, mask=at >= 0, other=0.0)
+    tl.store(d_weights + pair, total.to(d_weights.dtype.element_ty), mask=pair < pairs)
+
+
+@triton.jit
+def experts_bwd_kernel_weights(
+    a,  # dy [T, M] (GATHER_A), or paired gradients [pairs, M]
+    b,  # p h [pairs, N] (GATHER_A), or x [T, N]
+    order,
+    offsets,  # [E + 1]
+    out,  # [E, out_rows, out_columns]
+    M, N, out_rows, out_columns, begin,
+    K: tl.constexpr, GATHER_A: tl.constexpr, EVEN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """a^T b over the rows of an expert; zeros without rows. EVEN: M and N are multiples of the tile.
+
+    GATHER_A: d W_down of the channels from `begin` on; otherwise d W_gate_up, of the same.
+    """
+    blocks = tl.cdiv(M, BM)
+    per_expert = blocks * tl.cdiv(N, BN)
+    expert, within = tl.program_id(0) // per_expert, tl.program_id(0) % per_expert
+    first, last = tl.load(offsets + expert), tl.load(offsets + expert + 1)
+    m, n = within % blocks * BM + tl.arange(0, BM), within // blocks * BN + tl.arange(0, BN)
+    left, right = a + m[:, None], b + n[None, :]
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    for done in tl.range(first, last, BK, num_stages=STAGES):
+        row = done + tl.arange(0, BK)
+        there = row < last
+        token = tl.load(order + row, mask=there, other=0) // K
+        a_row, b_row = (token, row) if GATHER_A else (row, token)
+        # Both are masked: another expert's rows may not be finite.
+        if EVEN:
+            mask_a, mask_b = there[None, :], there[:, None]
+        else:
+            mask_a, mask_b = there[None, :] & (m < M)[:, None], there[:, None] & (n < N)[None, :]
+        tile_a = tl.load(left + a_row.to(tl.int64)[None, :] * M, mask=mask_a, other=0.0)
+        tile_b = tl.load(right + b_row.to(tl.int64)[:, None] * N, mask=mask_b, other=0.0)
+        total = tl.dot(tile_a, tile_b, total, input_precision=PRECISION)
+    place = m if GATHER_A else (m % 2) * (out_rows // 2) + begin + m // 2
+    column = n + begin if GATHER_A else n
+    out += expert.to(tl.int64) * out_rows * out_columns
+    tl.store(
+        out + place.to(tl.int64)[:, None] * out_columns + column[None, :], total.to(out.dtype.element_ty),
+        mask=(m[:, None] < M) & (n[None, :] < N),
+    )  # fmt: skip
