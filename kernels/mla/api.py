@@ -3,7 +3,7 @@
 import torch
 
 from ..checks import check_floating, check_shape
-from ..dispatch import choose
+from ..dispatch import choose, traceable
 from .reference import mla_decode_reference
 
 
@@ -28,7 +28,7 @@ def mla_decode(
         mask: None is causal, aligned to the end of the cache: query t sees the keys up to S - T + t. Or bool
             [B, 1, T, S], True where a key is visible; or floating point [B, 1, T, S], added to the scores, where
             -inf and the smallest number of its dtype hide a key.
-        impl: "auto", "triton" or "reference".
+        impl: "auto", "triton" or "reference"; the Triton kernels have no gradients.
 
     Returns:
         o_latent [B, T, H, R] in the dtype of `q_latent`, computed in FP32 (FP64 for FP64); multiply it by the value
@@ -59,5 +59,20 @@ def mla_decode(
             f"latent: expected at least T = {dims['T']} cached tokens for a causal call without mask, got {dims['S']}"
         )
 
-    choose(impl, q_latent, triton=False)
-    return mla_decode_reference(q_latent, q_rope, latent, k_rope, scale=scale, mask=mask)
+    inputs = q_latent, q_rope, latent, k_rope
+    run = (
+        _fused(*inputs, mask, impl)
+        if choose(impl, q_latent, triton=True, auto=False) == "triton"
+        else mla_decode_reference
+    )
+    return run(*inputs, scale=scale, mask=mask)
+
+
+def _fused(q_latent, q_rope, latent, k_rope, mask, impl):
+    """The Triton implementation; for "auto" the reference where the kernels cannot take the inputs, or for gradients."""
+    from .fused import mla_decode_fused, supports
+
+    refused = supports(q_latent, q_rope, latent, k_rope, mask)
+    if refused and impl == "triton":
+        raise ValueError(f"impl: 'triton' was asked for, but {refused}")
+    return mla_decode_reference if refused else traceable("mla_decode", mla_decode_fused)

@@ -3,7 +3,7 @@
 import torch
 
 from ..checks import check_floating, check_shape
-from ..dispatch import choose
+from ..dispatch import choose, traceable
 from .reference import route_reference
 
 
@@ -70,8 +70,9 @@ def route(
                 "an expert of a hidden group has no required bias"
             )
 
-    choose(impl, logits, triton=False)
-    return route_reference(
+    fused = choose(impl, logits, triton=True, auto=False) == "triton"
+    run = _fused(logits, bias, top_k, num_groups, topk_group, impl) if fused else route_reference
+    return run(
         logits,
         bias,
         top_k,
@@ -82,6 +83,16 @@ def route(
         token_mask=token_mask,
         histogram=histogram,
     )
+
+
+def _fused(logits, bias, top_k, num_groups, topk_group, impl):
+    """The Triton implementation; for "auto" the reference where the kernels cannot take the inputs."""
+    from .fused import route_fused, supports
+
+    refused = supports(logits, bias, top_k, num_groups, topk_group)
+    if refused and impl == "triton":
+        raise ValueError(f"impl: 'triton' was asked for, but {refused}")
+    return route_reference if refused else traceable("route", route_fused)
 
 
 def _check_numbers(num_experts: int, top_k: int, num_groups: int, topk_group: int) -> None:

@@ -136,4 +136,4 @@ def test_bad_inputs_name_the_argument():
         with pytest.raises(ValueError, match="^mask"):
             mla_decode(q_latent, q_rope, latent, k_rope, scale=SCALE, mask=bad)
     with pytest.raises(ValueError, match="^impl"):
-        mla_decode(q_latent, q_rope, latent, k_rope, scale=SCALE, impl="triton")
+        mla_decode(q_latent, q_rope, latent, k_rope, scale=SCALE, impl="cuda")

@@ -159,7 +159,7 @@ def test_bad_inputs_name_the_argument():
         "topk_group": {"num_groups": 4, "topk_group": 5},
         "token_mask": {"token_mask": torch.ones(4)},
         "histogram": {"histogram": histogram.int()},
-        "impl": {"impl": "triton"},
+        "impl": {"impl": "cuda"},
     }.items():
         with pytest.raises(ValueError, match=f"^{name}"):
             route(**{"logits": logits, "bias": bias, "top_k": 3, **kwargs})
