@@ -1,12 +1,12 @@
-"""The public face of the block attention residual mix."""
+"""The public face of the block attention residual mix, alone and with the norm behind it."""
 
 from collections.abc import Sequence
 
 import torch
 
 from ..checks import check_floating, check_shape
-from ..dispatch import choose
-from .reference import attn_res_reference
+from ..dispatch import choose, traceable
+from .reference import attn_res_norm_reference, attn_res_reference
 
 
 MAX_BLOCKS = 16
@@ -39,6 +39,47 @@ def attn_res(
 
     Source: Kimi K3 technical report, block attention residuals (eq. 10).
     """
+    sources = _check(blocks, partial, query, norm_weight, eps)
+    run = _fused(sources, (query, norm_weight), impl)[0] if _is_triton(impl, sources) else attn_res_reference
+    return run(sources, query, norm_weight, eps)
+
+
+def attn_res_norm(
+    blocks: Sequence[torch.Tensor],
+    partial: torch.Tensor | None,
+    query: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    out_norm_weight: torch.Tensor,
+    out_eps: float,
+    *,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """`rms_norm(attn_res(...), out_norm_weight, out_eps)`: the mix and the norm of the sublayer behind it, in one launch.
+
+    Args:
+        blocks, partial, query, norm_weight, eps, impl: as in `attn_res`.
+        out_norm_weight: [D], weight of the norm of the mix.
+        out_eps: added to the mean square of the mix, > 0.
+
+    Returns:
+        [..., D] in the dtype that the product of the mix and `out_norm_weight` has: the widest of both.
+
+    Raises:
+        ValueError: as `attn_res`; `out_norm_weight` of another shape, out_eps <= 0.
+    """
+    sources = _check(blocks, partial, query, norm_weight, eps)
+    check_floating("out_norm_weight", out_norm_weight)
+    check_shape("out_norm_weight", out_norm_weight, "D", {"D": query.shape[0]})
+    if not out_eps > 0:
+        raise ValueError(f"out_eps: expected a number > 0, got {out_eps}")
+    vectors = (query, norm_weight, out_norm_weight)
+    run = _fused(sources, vectors, impl)[1] if _is_triton(impl, sources) else attn_res_norm_reference
+    return run(sources, query, norm_weight, eps, out_norm_weight, out_eps)
+
+
+def _check(blocks, partial, query, norm_weight, eps) -> list[torch.Tensor]:
+    """The sources in one list."""
     if isinstance(blocks, torch.Tensor) or not 1 <= len(blocks) <= MAX_BLOCKS:
         got = f"a tensor {list(blocks.shape)}" if isinstance(blocks, torch.Tensor) else f"{len(blocks)} tensors"
         raise ValueError(f"blocks: expected a sequence of 1 to {MAX_BLOCKS} tensors, got {got}")
@@ -56,6 +97,20 @@ def attn_res(
         check_shape(name, vector, "D", dims)
     if not eps > 0:
         raise ValueError(f"eps: expected a number > 0, got {eps}")
+    return [source for _, source in named]
 
-    choose(impl, blocks[0], triton=False)
-    return attn_res_reference([source for _, source in named], query, norm_weight, eps)
+
+def _is_triton(impl, sources) -> bool:
+    return choose(impl, sources[0], triton=True, auto=False) == "triton"
+
+
+def _fused(sources, vectors, impl):
+    """The Triton implementations of both functions; for "auto" the references where the kernels cannot take the inputs."""
+    from .fused import attn_res_fused, attn_res_norm_fused, supports
+
+    refused = supports(sources, *vectors)
+    if refused and impl == "triton":
+        raise ValueError(f"impl: 'triton' was asked for, but {refused}")
+    if refused:
+        return attn_res_reference, attn_res_norm_reference
+    return traceable("attn_res", attn_res_fused), traceable("attn_res_norm", attn_res_norm_fused)

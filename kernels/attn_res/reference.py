@@ -5,6 +5,7 @@ import functools
 import torch
 
 from ..dispatch import compute_dtype, without_autocast
+from ..rms_norm.reference import rms_norm_reference
 
 
 @without_autocast
@@ -27,3 +28,15 @@ def attn_res_reference(
     probabilities = torch.stack(scores, dim=-1).softmax(dim=-1)  # [..., M]
     mixed = sum(p.unsqueeze(-1) * v for p, v in zip(probabilities.unbind(-1), values))  # [..., D]
     return mixed.to(out_dtype)
+
+
+def attn_res_norm_reference(
+    sources: list[torch.Tensor],
+    query: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    out_norm_weight: torch.Tensor,
+    out_eps: float,
+) -> torch.Tensor:
+    """The RMS norm of the mix, which is rounded to the dtype of the sources before; see `attn_res_norm`."""
+    return rms_norm_reference(attn_res_reference(sources, query, norm_weight, eps), out_norm_weight, out_eps)

@@ -3,7 +3,7 @@
 import torch
 
 from ..checks import check_floating
-from ..dispatch import choose
+from ..dispatch import choose, traceable
 from .reference import situ_glu_reference
 
 
@@ -31,8 +31,18 @@ def situ_glu(
         raise ValueError(f"gate_up: expected [..., 2I] with an even last dimension, got {list(gate_up.shape)}")
     check_caps(beta, linear_beta)
 
-    choose(impl, gate_up, triton=False)
-    return situ_glu_reference(gate_up, beta, linear_beta)
+    run = _fused(gate_up, impl) if choose(impl, gate_up, triton=True, auto=False) == "triton" else situ_glu_reference
+    return run(gate_up, beta, linear_beta)
+
+
+def _fused(gate_up, impl):
+    """The Triton implementation; for "auto" the reference where the kernels cannot take the input."""
+    from .fused import situ_glu_fused, supports
+
+    refused = supports(gate_up)
+    if refused and impl == "triton":
+        raise ValueError(f"impl: 'triton' was asked for, but {refused}")
+    return situ_glu_reference if refused else traceable("situ_glu", situ_glu_fused)
 
 
 def check_caps(beta: float | None, linear_beta: float | None) -> None:

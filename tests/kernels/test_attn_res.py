@@ -103,4 +103,4 @@ def test_bad_inputs_name_the_argument():
     with pytest.raises(ValueError, match="eps"):
         attn_res(blocks, partial, query, norm_weight, 0.0)
     with pytest.raises(ValueError, match="impl"):
-        attn_res(blocks, partial, query, norm_weight, EPS, impl="triton")
+        attn_res(blocks, partial, query, norm_weight, EPS, impl="cuda")
