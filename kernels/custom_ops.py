@@ -29,12 +29,12 @@ def _copy(state):
 
 
 def kda(q, k, v, g, beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens):
-    from .kda.fused import _Call, _forward
+    from .kda.fused import Call, launch_forward
 
     with on_device_of(q):
         q, k, v, g, beta, initial_state = _contiguous(q, k, v, g, beta, initial_state)
-        call = _Call(q, k, v, g, beta, A_log, dt_bias, lower_bound, cu_seqlens)
-        o, final_state, _ = _forward(call, initial_state, keep=False)
+        call = Call(q, k, v, g, beta, A_log, dt_bias, lower_bound, cu_seqlens)
+        o, final_state, _ = launch_forward(call, initial_state, keep=False)
     return o, final_state
 
 
@@ -62,13 +62,13 @@ def kda_gradients(ctx, do, d_final):
 
 
 def kda_backward(q, k, v, g, beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens, o, do, d_final):
-    from .kda.fused import _backward, _Call
+    from .kda.fused import Call, launch_backward
 
     with on_device_of(q):
         q, k, v, g, beta = _contiguous(q, k, v, g, beta)
         initial_state, o, do, d_final = _contiguous(initial_state, o, do, d_final)
-        call = _Call(q, k, v, g, beta, A_log, dt_bias, lower_bound, cu_seqlens)
-        *gradients, dA_log, ddt_bias, d_initial = _backward(call, initial_state, o, do, d_final, None)
+        call = Call(q, k, v, g, beta, A_log, dt_bias, lower_bound, cu_seqlens)
+        *gradients, dA_log, ddt_bias, d_initial = launch_backward(call, initial_state, o, do, d_final, None)
     return *gradients, dA_log.to(A_log.dtype), ddt_bias.to(dt_bias.dtype), d_initial
 
 

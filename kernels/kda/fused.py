@@ -97,7 +97,7 @@ def _groups(heads: int, bytes_per_head: int):
     return size, range(0, heads, size)
 
 
-class _Call:
+class Call:
     """What all launches of one call share."""
 
     def __init__(self, q, k, v, g, beta, A_log, dt_bias, lower_bound, cu_seqlens):
@@ -198,7 +198,7 @@ def _rows(K: int) -> int:
     return max(1, min(K, 64) // 32)
 
 
-def _forward(call: _Call, initial_state: torch.Tensor | None, keep: bool):
+def launch_forward(call: Call, initial_state: torch.Tensor | None, keep: bool):
     """Outputs, final states, and the workspace of all heads when `keep` (and it is small enough), else None."""
     o = call.new(*call.v.shape, dtype=call.v.dtype)
     final_state = call.new(call.layout.sequences, call.H, call.K, call.V, dtype=torch.float32)
@@ -212,7 +212,7 @@ def _forward(call: _Call, initial_state: torch.Tensor | None, keep: bool):
     return o, final_state, None
 
 
-def _backward(call: _Call, initial_state, o, do, d_final, kept):
+def launch_backward(call: Call, initial_state, o, do, d_final, kept):
     H, K, V, f32 = call.H, call.K, call.V, torch.float32
     dq, dk, dv, dg = (torch.empty_like(x) for x in (call.q, call.k, call.v, call.g))
     dbeta = torch.empty_like(call.beta)
@@ -294,8 +294,8 @@ class _KDA(torch.autograd.Function):
     def forward(ctx, q, k, v, g, beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens):
         q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
         initial_state = None if initial_state is None else initial_state.contiguous()
-        call = _Call(q, k, v, g, beta, A_log, dt_bias, lower_bound, cu_seqlens)
-        o, state, kept = _forward(call, initial_state, keep=any(ctx.needs_input_grad))
+        call = Call(q, k, v, g, beta, A_log, dt_bias, lower_bound, cu_seqlens)
+        o, state, kept = launch_forward(call, initial_state, keep=any(ctx.needs_input_grad))
         # Saved like the inputs, so that activation checkpointing drops it with them.
         ctx.kept = list(kept or ())
         ctx.save_for_backward(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, o, *(kept or {}).values())
@@ -313,8 +313,8 @@ class _KDA(torch.autograd.Function):
         do = torch.zeros_like(o) if do is None else do.contiguous()
         d_final = None if d_final is None else d_final.contiguous()
         with on_device_of(q):
-            call = _Call(q, k, v, g, beta, A_log, dt_bias, ctx.lower_bound, cu_seqlens)
-            *gradients, dA_log, ddt_bias, d_initial = _backward(call, initial_state, o, do, d_final, kept)
+            call = Call(q, k, v, g, beta, A_log, dt_bias, ctx.lower_bound, cu_seqlens)
+            *gradients, dA_log, ddt_bias, d_initial = launch_backward(call, initial_state, o, do, d_final, kept)
         d_initial = None if initial_state is None else d_initial
         return *gradients, dA_log.to(A_log.dtype), ddt_bias.to(dt_bias.dtype), None, d_initial, None
 
@@ -323,7 +323,7 @@ def kda_state_map_fused(k, v, g, beta, *, A_log, dt_bias, lower_bound=-5.0, cu_s
     """Arguments and results as in `api.kda_state_map`."""
     k, v, g, beta = (x.contiguous() for x in (k, v, g, beta))
     with on_device_of(k):
-        call = _Call(k, k, v, g, beta, A_log, dt_bias, lower_bound, cu_seqlens)
+        call = Call(k, k, v, g, beta, A_log, dt_bias, lower_bound, cu_seqlens)
         work = call.prepare(0, call.H, save=False)
         layout = call.layout
         return find_maps(call, work, layout.first_chunk, layout.sequences, layout.packed, 0, call.H)

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..dispatch import on_device_of
 from .fused_gate import bounded_decay, gate_rate, sigmoid, unbounded_decay
 
 
@@ -87,9 +88,10 @@ def kda_step_fused(q, k, v, g, beta, *, A_log, dt_bias, lower_bound=-5.0, state)
         return o
     q, k, v, g, beta = _rows(q), _rows(k), _rows(v), _rows(g), _rows(beta)
     BV, warps = tile(B * H, V)
-    kda_step_kernel[(B * H * (V // BV),)](
-        q, k, v, g, beta, A_log.contiguous(), dt_bias.contiguous(), state, o,
-        q.stride(0), k.stride(0), v.stride(0), g.stride(0), beta.stride(0),
-        H=H, K=K, V=V, BV=BV, LOWER_BOUND=0.0 if lower_bound is None else float(lower_bound), num_warps=warps,
-    )  # fmt: skip
+    with on_device_of(state):
+        kda_step_kernel[(B * H * (V // BV),)](
+            q, k, v, g, beta, A_log.contiguous(), dt_bias.contiguous(), state, o,
+            q.stride(0), k.stride(0), v.stride(0), g.stride(0), beta.stride(0),
+            H=H, K=K, V=V, BV=BV, LOWER_BOUND=0.0 if lower_bound is None else float(lower_bound), num_warps=warps,
+        )  # fmt: skip
     return o
