@@ -24,10 +24,18 @@ OPERATORS = {
     "kda": (
         f"{PACKAGE}.training.bench_kda",
         "Kimi Delta Attention: whole sequences, one-token steps, the layer without its GEMMs",
-    )
+    ),
+    "experts": (
+        f"{PACKAGE}.training.bench_experts",
+        "expert MLPs: balanced and skewed routing, training and decoding",
+    ),
+    "router": (f"{PACKAGE}.training.bench_router", "routing to the best experts, with and without a histogram"),
+    "attn-res": (f"{PACKAGE}.training.bench_attn_res", "block attention residual mix with the norm behind it"),
+    "mla": (f"{PACKAGE}.training.bench_mla", "one-token attention over a long latent cache"),
 }
 
 OURS = "ours"
+RESULTS = ("o", "state", "tail", "o at size")  # all other errors of a backward pass are those of gradients
 # A measurement takes as many calls as fit into this time, within these bounds.
 MILLISECONDS, FEWEST, MOST = 300.0, 5, 200
 
@@ -55,18 +63,20 @@ class Measurement:
 
     operator: str
     case: dict[str, int]
-    gate: str
+    kind: str  # of inputs: gates of KDA, routing of experts
     direction: str
     implementation: str
     ms: float | None = None
-    ratio_to_fla: float | None = None  # FLA's time over this one's: above 1 is faster than FLA
+    ratio_to_rival: float | None = None  # the time of FLA, or of who else is named, over this one's: above 1 is faster
     extra_bytes: int | None = None
     floor_fraction: float | None = None  # of the speed at which the necessary bytes could be copied
+    copy_fraction: float | None = None  # where both are known: the floor is then the larger time of the two
+    matmul_fraction: float | None = None
     errors: dict[str, float] = field(default_factory=dict)
     wrong: str | None = None
     skipped: str | None = None
     recorded: bool = False  # measured earlier on such a device, not in this run
-    is_fla: bool = False
+    is_rival: bool = False
 
 
 class Cuda:
@@ -124,6 +134,13 @@ class Cuda:
         target = torch.empty_like(source)
         return 2 * source.numel() / (1e-3 * self.median_ms([lambda: target.copy_(source)]))
 
+    @cached_property
+    def matmul_rate(self) -> float:
+        """Floating point operations per second of a large BF16 matrix product."""
+        n = 8192
+        a, b = (torch.randn(n, n, dtype=torch.bfloat16, device=self.device) for _ in range(2))
+        return 2 * n**3 / (1e-3 * self.median_ms([lambda: a @ b]))
+
 
 class Report:
     """Prints measurements as a table, one line as soon as it is known, and appends them to a file of JSON lines.
@@ -139,7 +156,7 @@ class Report:
         *COLUMNS[:4], ("ours ms", 7), ("FLA ms", 7), *COLUMNS[6:9], ("o", 7), ("state", 7), ("worst gradient", 14),
     )  # fmt: skip
 
-    def __init__(self, device: str, command: str, output: Path | None, measurements: int):
+    def __init__(self, device: str, command: str, output: Path | None, measurements: int, rival: str = "FLA"):
         if output is not None and not output.resolve().parent.is_dir():
             raise ValueError(f"output: expected a file in a folder that exists, got {output}")
         versions = {name: installed_version(name) for name in ("torch", "triton")}
@@ -147,7 +164,8 @@ class Report:
         self.file: IO[str] | None = None if output is None else output.open("a")
         self.progress = tqdm(total=measurements, unit="measurement")
         self.rows: list[Measurement] = []
-        tqdm.write(_line([name for name, _ in self.COLUMNS], self.COLUMNS))
+        self.rival = rival
+        tqdm.write(self._heading(self.COLUMNS))
 
     def __enter__(self) -> Self:
         return self
@@ -160,25 +178,38 @@ class Report:
 
     def add(self, measurement: Measurement) -> None:
         self.rows.append(measurement)
-        tqdm.write(_line(_cells(measurement), self.COLUMNS))
+        tqdm.write(_line(_cells(measurement), self._columns(self.COLUMNS)))
         if self.file is not None:
             errors = {name: error if math.isfinite(error) else None for name, error in measurement.errors.items()}
             self.file.write(json.dumps({**asdict(measurement), "errors": errors, **self.origin}) + "\n")
             self.file.flush()
         self.progress.update(not measurement.recorded)
 
+    def _columns(self, columns: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+        """Beside FLA as they are; beside others under their name, and wider for sizes of five numbers."""
+        if self.rival == "FLA":
+            return list(columns)
+        others = {"case": ("case", 36), "gate": ("kind", 9), "implementation": ("implementation", 32)}
+        return [others.get(name, (name.replace("FLA", self.rival), max(width, len(name)))) for name, width in columns]
+
+    def _heading(self, columns: Sequence[tuple[str, int]]) -> str:
+        columns = self._columns(columns)
+        return _line([name for name, _ in columns], columns)
+
     @property
     def wrong(self) -> int:
         return sum(row.wrong is not None for row in self.rows)
 
     def summary(self) -> list[str]:
-        """A line for each of our measurements, with the fastest of FLA's of the same case and the parts of our error."""
+        """A line for each of our measurements, the fastest of FLA's or the rival's of its case, the parts of our error."""
         command, device = self.origin["command"], self.origin["device"]
-        lines = [f"\n{command} on {device}", _line([name for name, _ in self.SUMMARY], self.SUMMARY)]
+        lines = [f"\n{command} on {device}", self._heading(self.SUMMARY)]
         for ours in self.rows:
             if ours.implementation == OURS:
-                fla = [row.ms for row in self.rows if row.is_fla and row.ms is not None and _case(row) == _case(ours)]
-                lines.append(_line(_summary_cells(ours, min(fla, default=None)), self.SUMMARY))
+                times = [
+                    row.ms for row in self.rows if row.is_rival and row.ms is not None and _case(row) == _case(ours)
+                ]
+                lines.append(_line(_summary_cells(ours, min(times, default=None)), self._columns(self.SUMMARY)))
         return lines
 
 
@@ -200,17 +231,17 @@ def measure(
         return replace(row, skipped="out of memory")
     except Exception as error:
         # Another library may not run on this machine, in ways of its own. The rest can still be measured.
-        if not row.is_fla:
+        if not row.is_rival:
             raise
         return replace(row, skipped=f"failed: {type(error).__name__}: {error}".partition("\n")[0])
 
 
 def finish(rows: list[Measurement], floor_ms: float, report: Report) -> None:
-    """Reports the last of the rows of a case, compared with those of FLA before it."""
-    base = min((row.ms for row in rows if row.is_fla and row.ms is not None), default=None)
+    """Reports the last of the rows of a case, compared with those of FLA, or of the rival, before it."""
+    base = min((row.ms for row in rows if row.is_rival and row.ms is not None), default=None)
     row = rows[-1]
     if row.ms is not None:
-        row = replace(row, floor_fraction=floor_ms / row.ms, ratio_to_fla=None if base is None else base / row.ms)
+        row = replace(row, floor_fraction=floor_ms / row.ms, ratio_to_rival=None if base is None else base / row.ms)
     report.add(row)
 
 
@@ -226,11 +257,11 @@ def wrong(errors: dict[str, float], limits: dict[str, float]) -> str | None:
 
 
 def _case(m: Measurement) -> tuple:
-    return m.operator, m.case, m.gate, m.direction
+    return m.operator, m.case, m.kind, m.direction
 
 
 def _names(m: Measurement) -> list[str]:
-    return [m.operator, " ".join(f"{name} {size:,}" for name, size in m.case.items()), m.gate, m.direction]
+    return [m.operator, " ".join(f"{name} {size:,}" for name, size in m.case.items()), m.kind, m.direction]
 
 
 def _cells(m: Measurement) -> list[str]:
@@ -239,10 +270,10 @@ def _cells(m: Measurement) -> list[str]:
     return names + (_instead(m) or [_format(m.ms, "{:.4g}"), *_comparison(m), _format(worst, "{:.1e}")])
 
 
-def _summary_cells(m: Measurement, fla_ms: float | None) -> list[str]:
-    gradients = [error for name, error in m.errors.items() if name not in ("o", "state", "tail")]
+def _summary_cells(m: Measurement, rival_ms: float | None) -> list[str]:
+    gradients = [error for name, error in m.errors.items() if m.direction.endswith("backward") and name not in RESULTS]
     errors = [m.errors.get("o"), m.errors.get("state"), max(gradients, default=None)]
-    times = [_format(m.ms, "{:.4g}"), _format(fla_ms, "{:.4g}")]
+    times = [_format(m.ms, "{:.4g}"), _format(rival_ms, "{:.4g}")]
     return _names(m) + (_instead(m) or [*times, *_comparison(m), *(_format(error, "{:.1e}") for error in errors)])
 
 
@@ -255,8 +286,8 @@ def _instead(m: Measurement) -> list[str]:
 def _comparison(m: Measurement) -> list[str]:
     gigabytes = None if m.extra_bytes is None else m.extra_bytes / 1e9
     return [
-        _format(m.ratio_to_fla, "{:.2f}x"),
-        _format(m.floor_fraction, "{:.0%}"),
+        _format(m.ratio_to_rival, "{:.2f}x"),
+        f"{m.copy_fraction:.0%}/{m.matmul_fraction:.0%}" if m.matmul_fraction else _format(m.floor_fraction, "{:.0%}"),
         _format(gigabytes, "{:.3f}"),
     ]
 

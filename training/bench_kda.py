@@ -210,7 +210,7 @@ def measure_sequences(machine, problem: Problem, compared, gate: str, directions
         for one in compared:
             if direction not in one.directions:
                 continue
-            row = Measurement(problem.name, case, gate, direction, one.name, is_fla=one.is_fla)
+            row = Measurement(problem.name, case, gate, direction, one.name, is_rival=one.is_fla)
             check = partial(_errors, problem, one, short[one.name], sets[0], direction)
             rows.append(measure(row, machine, check, LIMITS, _calls(one, sets, direction)))
             finish(rows, floor, report)
@@ -228,8 +228,8 @@ def _errors(problem, one, short, x, direction) -> dict[str, float]:
 def _add_recorded(rows: list[Measurement], floor: float, report: Report) -> None:
     measured = rows[-1]
     for name, times in RECORDED.get((measured.case["T"], measured.case["H"]), {}).items():
-        ms = times[list(SHIFT).index(measured.gate)]
-        rows.append(Measurement("kda", measured.case, measured.gate, FORWARD, name, ms=ms, recorded=True))
+        ms = times[list(SHIFT).index(measured.kind)]
+        rows.append(Measurement("kda", measured.case, measured.kind, FORWARD, name, ms=ms, recorded=True))
         finish(rows, floor, report)
 
 
@@ -270,7 +270,7 @@ def measure_steps(machine, compared, B, H, report) -> None:
             if one.step is None:
                 continue
             calls: list[Callable[[], Any]] = [partial(one.step, x, state) for state in states]
-            row = Measurement("kda", {"B": B, "T": 1, "H": H}, "slow", direction, one.name, is_fla=one.is_fla)
+            row = Measurement("kda", {"B": B, "T": 1, "H": H}, "slow", direction, one.name, is_rival=one.is_fla)
             check = partial(check_step, one, x, states[0])
             rows.append(measure(row, machine, check, LIMITS, calls, graph=direction == GRAPH))
             finish(rows, floor, report)

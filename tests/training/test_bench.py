@@ -21,6 +21,7 @@ class Machine:
     """In place of a CUDA device: every call is made, every time is 2 ms."""
 
     name, device, bandwidth = "an H200 that is none", torch.device("cpu"), 1e12
+    matmul_rate = 1e12
 
     def median_ms(self, calls):
         for call in calls:
@@ -82,8 +83,8 @@ def test_table_and_lines_hold_every_measurement(tmp_path, capsys):
         "step, eager"
     ]
     ours = next(line for line in lines if line["implementation"] == "ours")
-    assert ours["operator"] == "kda" and ours["case"] == {"B": 1, "T": 64, "H": 1} and ours["gate"] == "fast"
-    assert ours["ms"] == 2.0 and ours["ratio_to_fla"] == 1.0 and ours["extra_bytes"] == 3_000_000
+    assert ours["operator"] == "kda" and ours["case"] == {"B": 1, "T": 64, "H": 1} and ours["kind"] == "fast"
+    assert ours["ms"] == 2.0 and ours["ratio_to_rival"] == 1.0 and ours["extra_bytes"] == 3_000_000
     assert ours["floor_fraction"] == pytest.approx(1e3 * 64 * 82 / 1e12 / 2.0)
     assert set(ours["errors"]) == {"o", "state", "tail"} and max(ours["errors"].values()) < 5e-3
     assert ours["device"] == Machine.name and ours["torch"] and "triton" in ours
@@ -105,7 +106,7 @@ DIRECTIONS = {
 def test_only_measures_the_part(part, tmp_path):
     status, lines = measured(tmp_path, FLA, RIGHT, layers=[layer(FLA), layer(RIGHT)], only=[part])
     assert status == 0
-    assert {(line["operator"], line["gate"], line["direction"]) for line in lines} == DIRECTIONS[part]
+    assert {(line["operator"], line["kind"], line["direction"]) for line in lines} == DIRECTIONS[part]
 
 
 def test_only_forward_runs_no_backward(tmp_path):
@@ -220,7 +221,7 @@ def test_what_fails_in_ours_is_raised(tmp_path):
 def test_recorded_figures_say_so(tmp_path, capsys):
     _, lines = measured(tmp_path, RIGHT)
     recorded = [line for line in lines if line["recorded"]]
-    assert [(line["implementation"], line["gate"], line["ms"]) for line in recorded] == [
+    assert [(line["implementation"], line["kind"], line["ms"]) for line in recorded] == [
         ("another", "fast", 1.0),
         ("another", "slow", 4.0),
     ]
@@ -284,7 +285,7 @@ def test_what_does_not_fit_is_skipped(tmp_path, capsys):
 
 def test_the_ratio_is_to_the_fastest_of_fla():
     rows = [
-        bench.Measurement("kda", {}, "fast", "forward", name, ms=ms, is_fla=name != "c")
+        bench.Measurement("kda", {}, "fast", "forward", name, ms=ms, is_rival=name != "c")
         for name, ms in (("a", 4.0), ("b", 3.0), ("c", 2.0))
     ]
     found = []
@@ -294,7 +295,7 @@ def test_the_ratio_is_to_the_fastest_of_fla():
 
     for count in (1, 2, 3):
         bench.finish(rows[:count], 1.0, Collect)
-    assert [row.ratio_to_fla for row in found] == [1.0, 1.0, 1.5]
+    assert [row.ratio_to_rival for row in found] == [1.0, 1.0, 1.5]
     assert [row.floor_fraction for row in found] == [0.25, 1 / 3, 0.5]
 
 
