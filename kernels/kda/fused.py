@@ -151,7 +151,7 @@ class Call:
             work |= {"rows": self.new(n, G, 2 * CHUNK, K), "keys": self.new(n, G, CHUNK + HALF, K)}
             work["totals"] = self.new(n, G, 2, K, dtype=f32)
         saved = [work[name if save else "gam"] for name in ("Minv", "norms", "rows", "keys", "totals")]
-        kda_fwd_kernel_prepare[(G, n)](
+        kda_fwd_kernel_prepare[(G * n,)](
             self.q, self.k, self.v, self.g, self.beta, self.A_log, self.dt_bias, self.layout.chunks,
             work["Qh"], work["Kt"], work["W"], work["U"], work["P"], work["gam"], *saved,
             self.T, self.H, head, self.scale, G=G, K=K, BK=min(K, 64), V=V, BV=min(V, 64), ROWS=_rows(K), SAVE=save,
@@ -161,12 +161,12 @@ class Call:
 
     def _prepare_unbounded(self, work, head, G, save):
         n, K, V, layout = self.layout.count, self.K, self.V, self.layout
-        kda_unbounded_kernel_scores[(G, n)](
+        kda_unbounded_kernel_scores[(G * n,)](
             self.q, self.k, self.g, self.beta, self.A_log, self.dt_bias, layout.chunks,
             work["Qh"], work["Kt"], work["W"], work["P"], work["Minv"], work["gam"], work["norms" if save else "gam"],
             self.T, self.H, head, self.scale, G=G, K=K, BK=min(K, 32), SAVE=save, **self.common, num_warps=4,
         )  # fmt: skip
-        kda_unbounded_kernel_solve[(G, n)](
+        kda_unbounded_kernel_solve[(G * n,)](
             self.v, self.beta, layout.chunks, work["Minv"], work["W"], work["U"], self.T, self.H, head,
             G=G, K=K, V=V, BN=min(K, V), **self.common, num_warps=4,
         )  # fmt: skip
@@ -184,7 +184,7 @@ class Call:
             final_state = torch.empty_like(initial_state)
             sequences, table = pieces.count, pieces.first_chunk
         BV = self.value_block(sequences * G)
-        kda_fwd_kernel_scan[(self.V // BV, sequences * G)](
+        kda_fwd_kernel_scan[(self.V // BV * sequences * G,)](
             work["Qh"], work["Kt"], work["W"], work["U"], work["P"], work["gam"], o,
             final_state if initial_state is None else initial_state, final_state,
             work["S" if save else "U"], work["R" if save else "U"], table, self.layout.chunks,
@@ -243,7 +243,7 @@ def _backward_scans(call, work, head, G, do, initial_state, d_final, d_initial):
         d_initial = torch.empty_like(d_final)
         sequences, table = pieces.count, pieces.first_chunk
     BV = call.value_block(directions * sequences * G)
-    kda_bwd_kernel_scans[(V // BV, sequences * G, directions)](
+    kda_bwd_kernel_scans[(V // BV * sequences * G, directions)](
         *(work[name] for name in ("Qh", "Kt", "W", "U", "P", "gam")), do,
         d_initial if initial_state is None else initial_state, d_initial if d_final is None else d_final, d_initial,
         *(work[name] for name in ("S", "R", "dS", "dR")), table, layout.chunks,
@@ -256,7 +256,7 @@ def _backward_pairs(call, work, head, G, o, do, dv, dbeta):
     n = call.layout.count
     work["dscores"] = call.new(n, G, 2, CHUNK, CHUNK)
     work["sums"] = call.new(n, G, 3, CHUNK, dtype=torch.float32)
-    kda_bwd_kernel_pairs[(G, n)](
+    kda_bwd_kernel_pairs[(G * n,)](
         call.v, call.beta, o, do, call.layout.chunks, work["Minv"], work["R"], work["dR"], dv, dbeta,
         work["dscores"], work["sums"], call.T, call.H, head, G=G, V=call.V, BV=min(call.V, 64),
         **call.common, num_warps=4,
@@ -267,12 +267,12 @@ def _backward_keys(call, work, head, G, do, dv, dq, dk, dg, dA_log, ddt_bias):
     n, K, V, layout = call.layout.count, call.K, call.V, call.layout
     BK = min(K, 64)
     factors = [work[name] for name in ("Qh", "Kt", "W")]  # the scans are done with them
-    kda_bwd_kernel_products[(K // BK, G, n)](
+    kda_bwd_kernel_products[(K // BK * G * n,)](
         work["rows"], work["keys"], work["totals"], do, dv,
         work["S"], work["R"], work["dS"], work["dscores"], layout.chunks, *factors, dg, call.T, call.H, head,
         G=G, K=K, BK=BK, V=V, BV=min(V, 64), SHIFT=call.gate["SHIFT"], **call.common, num_warps=4,
     )  # fmt: skip
-    kda_bwd_kernel_inputs[(K // BK, G, n)](
+    kda_bwd_kernel_inputs[(K // BK * G * n,)](
         call.q, call.k, call.g, call.A_log, call.dt_bias, layout.chunks, work["norms"], work["sums"], *factors,
         dq, dk, dg, dA_log, ddt_bias, call.T, call.H, head, call.scale, G=G, K=K, BK=BK, ROWS=_rows(K),
         VARLEN=layout.packed, **call.gate, num_warps=4, maxnreg=128,
@@ -282,7 +282,7 @@ def _backward_keys(call, work, head, G, do, dv, dq, dk, dg, dA_log, ddt_bias):
 def _backward_keys_unbounded(call, work, head, G, do, dv, dq, dk, dg, dA_log, ddt_bias):
     n, K, V = call.layout.count, call.K, call.V
     BK = min(K, 64)
-    kda_unbounded_kernel_gradients[(K // BK, G, n)](
+    kda_unbounded_kernel_gradients[(K // BK * G * n,)](
         call.q, call.k, call.g, do, dv, call.A_log, call.dt_bias, call.layout.chunks, work["norms"], work["S"],
         work["R"], work["dS"], work["dscores"], work["sums"], dq, dk, dg, dA_log, ddt_bias,
         call.T, call.H, head, call.scale, G=G, K=K, BK=BK, V=V, BV=min(V, 64), **call.common, num_warps=8,

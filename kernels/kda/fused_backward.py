@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .fused_forward import scan_states
-from .fused_gate import HALF, LOG2E, C, bounded_decay, chunk_of, chunks_of, gate_rate, sigmoid, sums_to
+from .fused_gate import HALF, LOG2E, C, bounded_decay, chunk_of, chunks_of, gate_rate, program_of, sigmoid, sums_to
 
 
 @triton.jit
@@ -60,15 +60,15 @@ def kda_bwd_kernel_scans(
     HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, TABLE: tl.constexpr, VARLEN: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Programs [., ., 0] run the cotangents, programs [., ., 1], where there are any, the states."""
-    block, row = tl.program_id(0), tl.program_id(1)
+    """Programs [., 0] run the cotangents, programs [., 1], where there are any, the states."""
+    block, row = program_of(V // BV)
     sequence, group = (row // G).to(tl.int64), row % G
     head = first_head + group
     dk, dv = tl.arange(0, K), block * BV + tl.arange(0, BV)
     begin, end = chunks_of(sequence, first_chunk, T, TABLE)
     state = (sequence * H + head) * (K * V) + (dk[:, None] * V + dv[None, :])
     S = tl.zeros((K, BV), dtype=tl.float32)
-    if tl.program_id(2) == 0:
+    if tl.program_id(1) == 0:
         if HAS_FINAL:
             S += tl.load(d_final + state)
         S = scan_cotangents(
@@ -101,7 +101,7 @@ def kda_bwd_kernel_pairs(
     The L2 norms need <qs, dqs> and <kn, dkn> over all channels; both are known here: the first is <o, do>, since o is
     linear in q, the second 2 <dY, R> - <v, dv>, by the chunk equations.
     """
-    group, chunk = tl.program_id(0), tl.program_id(1)
+    group, chunk = program_of(G)
     head = first_head + group
     first, length = chunk_of(chunk, chunks, T, VARLEN)
     DTYPE: tl.constexpr = Minv.dtype.element_ty
@@ -177,7 +177,8 @@ def kda_bwd_kernel_products(
     may still multiply from them, and with several products in a step that was seen to happen.
     """
     UNSHIFT: tl.constexpr = 2.0**-SHIFT
-    group, chunk, k_start = tl.program_id(1), tl.program_id(2), tl.program_id(0) * BK
+    k_block, row = program_of(K // BK)
+    group, chunk, k_start = row % G, row // G, k_block * BK
     head = first_head + group
     first, length = chunk_of(chunk, chunks, T, VARLEN)
     DTYPE: tl.constexpr = S_tape.dtype.element_ty
@@ -254,7 +255,8 @@ def kda_bwd_kernel_inputs(
 ):  # fmt: skip
     """From the cotangents of the factors to those of q, k and g; tiles as in `prepare`, one half after the other."""
     A: tl.constexpr = HALF // ROWS
-    group, chunk, k_start = tl.program_id(1), tl.program_id(2), tl.program_id(0) * BK
+    k_block, row = program_of(K // BK)
+    group, chunk, k_start = row % G, row // G, k_block * BK
     head = first_head + group
     first, length = chunk_of(chunk, chunks, T, VARLEN)
     slot = chunk.to(tl.int64) * G + group

@@ -10,7 +10,7 @@ Workspaces are chunk-major, [NT, G, 64, .], padding rows zero: no later kernel n
 import triton
 import triton.language as tl
 
-from .fused_gate import HALF, C, bounded_decay, chunk_of, chunks_of, gate_rate, sigmoid, sums_to
+from .fused_gate import HALF, C, bounded_decay, chunk_of, chunks_of, gate_rate, program_of, sigmoid, sums_to
 
 
 @triton.jit
@@ -86,7 +86,7 @@ def kda_fwd_kernel_prepare(
     """
     UNSHIFT: tl.constexpr = 2.0**-SHIFT
     A: tl.constexpr = HALF // ROWS
-    group, chunk = tl.program_id(0), tl.program_id(1)
+    group, chunk = program_of(G)
     head = first_head + group
     first, length = chunk_of(chunk, chunks, T, VARLEN)
     DTYPE: tl.constexpr = Qh.dtype.element_ty
@@ -267,7 +267,7 @@ def kda_fwd_kernel_scan(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """A sequence here is what is scanned in one go: a row, a document, or a piece of one (`fused_split.py`)."""
-    block, row = tl.program_id(0), tl.program_id(1)
+    block, row = program_of(V // BV)
     sequence, group = (row // G).to(tl.int64), row % G
     head = first_head + group
     dk, dv = tl.arange(0, K), block * BV + tl.arange(0, BV)

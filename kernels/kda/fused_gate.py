@@ -10,6 +10,13 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def program_of(FAST: tl.constexpr):
+    """The places of this program among FAST that lie side by side, and beyond: one axis, as the others end at 65,535."""
+    program = tl.program_id(0)
+    return program % FAST, program // FAST
+
+
+@triton.jit
 def chunk_of(chunk, chunks, T, VARLEN: tl.constexpr):
     """First token (over the flattened batch) and number of tokens of a chunk; 0 tokens for a chunk that is not there."""
     if VARLEN:

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .fused_backward import scan_cotangents
 from .fused_forward import scan_states
-from .fused_gate import chunks_of
+from .fused_gate import chunks_of, program_of
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def kda_split_kernel_maps(
     TABLE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The first V / BV programs of a piece find columns of Psi, the others of Phi."""
-    block, row = tl.program_id(0), tl.program_id(1)
+    block, row = program_of((K + V) // BV)
     piece, group = (row // G).to(tl.int64), row % G
     head = first_head + group
     begin, end = chunks_of(piece, first_chunk, T, TABLE)
@@ -59,7 +59,7 @@ def kda_split_kernel_omega(
     TABLE: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Omega: the cotangents that a piece gives to the state before it, when none comes from behind."""
-    block, row = tl.program_id(0), tl.program_id(1)
+    block, row = program_of(V // BV)
     piece, group = (row // G).to(tl.int64), row % G
     head = first_head + group
     begin, end = chunks_of(piece, first_chunk, T, TABLE)
@@ -82,7 +82,7 @@ def kda_split_kernel_fold(
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, HAS_FIRST: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
     """From piece to piece of a sequence, in FP32; BACK: from the last to the first, with Phi transposed."""
-    block, row = tl.program_id(0), tl.program_id(1)
+    block, row = program_of(V // BV)
     sequence, group = (row // G).to(tl.int64), row % G
     head = first_head + group
     begin, end = tl.load(first_piece + sequence), tl.load(first_piece + sequence + 1)
@@ -144,7 +144,7 @@ def find_maps(call, work, first_chunk: torch.Tensor, count: int, table: bool, he
     K, V, f32 = call.K, call.V, torch.float32
     Phi, Psi = call.new(count, call.H, K, K, dtype=f32), call.new(count, call.H, K, V, dtype=f32)
     BV = min(K, V, 32 if K >= 64 and V >= 64 else 64)
-    kda_split_kernel_maps[((K + V) // BV, count * G)](
+    kda_split_kernel_maps[((K + V) // BV * count * G,)](
         *(work[name] for name in ("Qh", "Kt", "W", "U", "P", "gam")), Phi, Psi, first_chunk, call.T, call.H, head,
         G=G, K=K, V=V, BV=BV, TABLE=table, PRECISION=call.common["PRECISION"], STAGES=3, num_warps=4,
     )  # fmt: skip
@@ -155,7 +155,7 @@ def _fold(call, pieces, Phi, offset, first, last, head, G, back):
     between = torch.empty_like(offset)
     K, V = call.K, call.V
     BV = min(V, 32)
-    kda_split_kernel_fold[(V // BV, (len(pieces.first_piece) - 1) * G)](
+    kda_split_kernel_fold[(V // BV * (len(pieces.first_piece) - 1) * G,)](
         Phi, offset, last if first is None else first, last, between, pieces.first_piece, call.H, head,
         G=G, K=K, V=V, BV=BV, HAS_FIRST=first is not None, BACK=back, num_warps=4,
     )  # fmt: skip
@@ -172,7 +172,7 @@ def enter_back(call, work, pieces, head, G, do, d_final, d_initial):
     """The cotangents [P, H, K, V] of the states that the pieces end with; `d_initial` [N, H, K, V] is filled."""
     Omega = call.new(pieces.count, call.H, call.K, call.V, dtype=torch.float32)
     BV = min(call.V, 32 if call.V >= 64 else 64)
-    kda_split_kernel_omega[(call.V // BV, pieces.count * G)](
+    kda_split_kernel_omega[(call.V // BV * pieces.count * G,)](
         *(work[name] for name in ("Qh", "Kt", "W", "P", "gam")), do, Omega, pieces.first_chunk, call.layout.chunks,
         call.T, call.H, head, G=G, K=call.K, V=call.V, BV=BV, TABLE=True, **call.common, STAGES=3, num_warps=4,
     )  # fmt: skip

@@ -8,7 +8,7 @@ bounded gate takes one product for 32 rows: exact for any decay, and slower.
 import triton
 import triton.language as tl
 
-from .fused_gate import LOG2E, C, chunk_of, gate_rate, sigmoid, unbounded_decay
+from .fused_gate import LOG2E, C, chunk_of, gate_rate, program_of, sigmoid, unbounded_decay
 
 
 @triton.jit
@@ -69,7 +69,7 @@ def kda_unbounded_kernel_scores(
     G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
     VARLEN: tl.constexpr, SAVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    group, chunk = tl.program_id(0), tl.program_id(1)
+    group, chunk = program_of(G)
     head = first_head + group
     first, length = chunk_of(chunk, chunks, T, VARLEN)
     DTYPE: tl.constexpr = Qh.dtype.element_ty
@@ -129,7 +129,7 @@ def kda_unbounded_kernel_solve(
     T, H, first_head,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    group, chunk = tl.program_id(0), tl.program_id(1)
+    group, chunk = program_of(G)
     head = first_head + group
     first, length = chunk_of(chunk, chunks, T, VARLEN)
     DTYPE: tl.constexpr = W.dtype.element_ty
@@ -198,7 +198,8 @@ def kda_unbounded_kernel_gradients(
     VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq, dk, dg of BK channels of a chunk."""
-    group, chunk, k_start = tl.program_id(1), tl.program_id(2), tl.program_id(0) * BK
+    k_block, row = program_of(K // BK)
+    group, chunk, k_start = row % G, row // G, k_block * BK
     head = first_head + group
     first, length = chunk_of(chunk, chunks, T, VARLEN)
     DTYPE: tl.constexpr = S_tape.dtype.element_ty

@@ -327,6 +327,16 @@ def test_suffix_leaves_every_bit_of_the_prefix_alone_on_a_gpu():
 
 
 @pytest.mark.gpu
+def test_more_documents_times_heads_than_a_grid_axis_holds():
+    tensors = make(1, 800, 96, 64, 64, documents=list(range(801)), dtype=torch.bfloat16, device="cuda")
+    cu_seqlens = torch.arange(801, dtype=torch.int32, device="cuda")
+    cotangents = torch.randn(1, 800, 96, 64, device="cuda").bfloat16(), torch.randn_like(tensors[-1])
+    ours = run(kda, tensors, -5.0, cu_seqlens, cotangents, impl="triton")
+    theirs = run(kda_recurrent, [x.double() for x in tensors], -5.0, cu_seqlens, cotangents)
+    assert_close(ours, theirs, GPU_LIMIT, GPU_GRADIENT)
+
+
+@pytest.mark.gpu
 def test_more_than_2_31_elements_on_a_gpu():
     T, H, tail = 180_224, 96, 128  # 2.2e9 elements
     if torch.cuda.mem_get_info()[0] < 120e9:
