@@ -11,7 +11,7 @@ from modeling_moe_lc.backends import operator_impl
 from modeling_moe_lc.kernels.kda.reference import kda_recurrent
 
 
-# Logits in FP32, up to 2. Measured: 1.5e-4 with Triton kernels, and 5e-5 for the reference, against FP64.
+# Of Triton kernels; logits in FP32, up to 2. Measured against FP64: 1.5e-4, and 5e-5 for the reference.
 ERROR = 5e-4
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is chosen when Triton is imported")
 
@@ -28,11 +28,11 @@ INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpre
 @torch.no_grad()
 def test_operators_follow_the_attention_key(tiny, ids, attention, impl, without_kernel):
     model = tiny()
-    expected = model(ids(1, 5)).logits
+    expected = model(ids(2, 20)).logits
     model.set_attn_implementation(attention)
     assert operator_impl(model.config, triton=True) == impl
     assert operator_impl(model.config, triton=False) == without_kernel
-    assert torch.allclose(model(ids(1, 5)).logits, expected, atol=ERROR)
+    assert torch.allclose(model(ids(2, 20)).logits, expected, atol=ERROR if impl == "triton" else 1e-4)
 
 
 def test_a_third_party_kda_can_be_registered_and_chosen(tiny, ids):
@@ -69,9 +69,9 @@ def test_triton_never_falls_back(tiny, ids, monkeypatch, chosen):
 @torch.no_grad()
 def test_triton_kda_runs_in_the_model(tiny, ids):
     model = tiny()
-    expected = model(ids(1, 5)).logits
+    expected = model(ids(2, 20)).logits
     model.config.kda_implementation = "triton"
-    assert torch.allclose(model(ids(1, 5)).logits, expected, atol=ERROR)
+    assert torch.allclose(model(ids(2, 20)).logits, expected, atol=ERROR)
 
 
 @INTERPRETED
