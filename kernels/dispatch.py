@@ -15,17 +15,17 @@ TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 TRACED: dict[str, Callable] = {}
 
 
-def choose(impl: str, tensor: torch.Tensor, *, triton: bool, auto: bool = True) -> str:
+def choose(impl: str, tensor: torch.Tensor, *, triton: bool) -> str:
     """Return "triton" or "reference" for the caller's `impl`.
 
-    "auto" takes Triton when the operator has it (`triton=True`), it is installed, and `tensor` is on CUDA; `auto=False` for
-    kernels that have not been checked on a GPU yet: they run when asked for. An explicit "triton" never falls back: ValueError
-    says why it cannot run. On a CPU it runs under Triton's interpreter (TRITON_INTERPRET=1).
+    "auto" takes Triton when the operator has it (`triton=True`), it is installed, and `tensor` is on CUDA. An explicit
+    "triton" never falls back: ValueError says why it cannot run. On a CPU it runs under Triton's interpreter
+    (TRITON_INTERPRET=1).
     """
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl: expected one of {IMPLEMENTATIONS}, got {impl!r}")
     if impl == "auto":
-        return "triton" if triton and auto and tensor.is_cuda and TRITON_INSTALLED else "reference"
+        return "triton" if triton and tensor.is_cuda and TRITON_INSTALLED else "reference"
     if impl == "triton" and not triton:
         raise ValueError("impl: 'triton' was asked for, but this operator has no Triton kernel yet")
     if impl == "triton" and not tensor.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":

@@ -4,11 +4,12 @@ import torch
 from torch import nn
 
 from .backends import operator_impl
-from .kernels.attn_res import attn_res
+from .kernels.attn_res import attn_res_norm
+from .norm import RMSNorm
 
 
 class AttnRes(nn.Module):
-    """One site: mixes the finished blocks and the running sum of the current one, per token.
+    """One site: mixes the finished blocks and the running sum of the current one, per token, and norms the mix.
 
     The pseudo-query starts at zero, so that a site starts as the plain mean of its sources.
     """
@@ -19,15 +20,17 @@ class AttnRes(nn.Module):
         self.query = nn.Parameter(torch.zeros(1, config.hidden_size))
         self.key_norm = nn.Parameter(torch.ones(config.hidden_size))
 
-    def forward(self, blocks: tuple[torch.Tensor, ...], partial: torch.Tensor) -> torch.Tensor:
+    def forward(self, blocks: tuple[torch.Tensor, ...], partial: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """`norm`: that of the sublayer which reads this site; mix and norm are one launch."""
         # At the first site the embedding is the only source and passes through, but every parameter has a gradient.
         sources, rest = (blocks, partial) if blocks else ((partial,), None)
-        impl = operator_impl(self.config, triton=False)
-        return attn_res(sources, rest, self.query[0], self.key_norm, self.config.rms_norm_eps, impl=impl)  # [B, T, D]
+        keys = self.query[0], self.key_norm, self.config.rms_norm_eps
+        impl = operator_impl(self.config)
+        return attn_res_norm(sources, rest, *keys, norm.weight, norm.eps, impl=impl)  # [B, T, D]
 
 
 class OrdinaryResidual(nn.Module):
     """The site of a model without attention residuals: the residual stream itself."""
 
-    def forward(self, blocks: tuple[torch.Tensor, ...], partial: torch.Tensor) -> torch.Tensor:
-        return partial
+    def forward(self, blocks: tuple[torch.Tensor, ...], partial: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        return norm(partial)

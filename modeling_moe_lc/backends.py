@@ -17,10 +17,10 @@ class KDAInterface(GeneralInterface):
     _global_mapping = {impl: partial(kda, impl=impl) for impl in ("auto", "triton", "reference")}
 
 
-def operator_impl(config, *, triton: bool) -> str:
+def operator_impl(config, *, triton: bool = True) -> str:
     """`impl` of an operator under the current `attn_implementation`: "triton", "reference" or "auto".
 
-    `triton`: whether the operator has a Triton kernel. Under "moe_lc_triton" those that have one run it or raise.
+    `triton`: whether the operator has a Triton kernel for this config. Under "moe_lc_triton" those that have one run it or raise.
     """
     attention = config._attn_implementation
     if attention == "moe_lc_triton":
@@ -30,7 +30,7 @@ def operator_impl(config, *, triton: bool) -> str:
 
 def kda_backend(config) -> Callable:
     """The KDA function that `config.kda_implementation` names, or else the one that follows `attn_implementation`."""
-    key = config.kda_implementation or operator_impl(config, triton=True)
+    key = config.kda_implementation or operator_impl(config)
     registry = KDAInterface()
     if key not in registry:
         raise ValueError(f"kda_implementation: expected one of {sorted(registry.valid_keys())}, got {key!r}")

@@ -59,10 +59,10 @@ class GatedMLA(nn.Module):
             self.q_proj = nn.Linear(width, q_width, bias=False)
         else:
             self.q_a_proj = nn.Linear(width, config.q_lora_rank, bias=False)
-            self.q_a_layernorm = RMSNorm(config.q_lora_rank, MLA_LATENT_NORM_EPS)
+            self.q_a_layernorm = RMSNorm(config, config.q_lora_rank, MLA_LATENT_NORM_EPS)
             self.q_b_proj = nn.Linear(config.q_lora_rank, q_width, bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(width, self.rank + self.rope_dim, bias=False)
-        self.kv_a_layernorm = RMSNorm(self.rank, MLA_LATENT_NORM_EPS)
+        self.kv_a_layernorm = RMSNorm(config, self.rank, MLA_LATENT_NORM_EPS)
         self.kv_b_proj = nn.Linear(self.rank, self.num_heads * (self.nope_dim + self.v_dim), bias=False)
         if config.mla_use_output_gate:
             self.g_proj = nn.Linear(width, self.num_heads * self.v_dim, bias=False)
@@ -117,7 +117,7 @@ class GatedMLA(nn.Module):
         kv_b = effective_weight(self.kv_b_proj).view(-1, self.nope_dim + self.v_dim, self.rank)  # [H, nope + V, R]
         w_k, w_v = kv_b.split([self.nope_dim, self.v_dim], dim=1)
         q_latent = torch.einsum("bthd,hdr->bthr", q_nope, w_k)
-        impl = operator_impl(self.config, triton=False)
+        impl = operator_impl(self.config)
         o_latent = mla_decode(q_latent, q_rope, latent, k_rope, scale=self.scaling, mask=attention_mask, impl=impl)
         return torch.einsum("bthr,hvr->bthv", o_latent, w_v)
 

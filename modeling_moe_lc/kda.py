@@ -75,7 +75,7 @@ class KimiDeltaAttention(nn.Module):
         cu_seqlens = None if segments is None else segments.cu_seqlens
         x = hidden_states if segments is None else segments.pack(hidden_states)
         conv_state, state = read_linear_state(past_key_values, self.layer_idx)
-        impl = operator_impl(self.config, triton=True)
+        impl = operator_impl(self.config)
 
         inputs = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         taps = (self.q_conv1d(), self.k_conv1d(), self.v_conv1d())
@@ -95,5 +95,5 @@ class KimiDeltaAttention(nn.Module):
         gate = {"A_log": A_log, "dt_bias": dt_bias, "lower_bound": self.lower_bound}
         if q.shape[1] == 1 and state is not None and cu_seqlens is None and not torch.is_grad_enabled():
             one = (y[:, 0] for y in (q, k, v, g, beta))
-            return kda_step(*one, **gate, state=state, impl=operator_impl(self.config, triton=True))[:, None], state
+            return kda_step(*one, **gate, state=state, impl=operator_impl(self.config))[:, None], state
         return kda_backend(self.config)(q, k, v, g, beta, **gate, initial_state=state, cu_seqlens=cu_seqlens)

@@ -26,20 +26,22 @@ class MoeLcExperts(nn.Module):
 
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         """What transformers' own expert backends call between the two products."""
-        return situ_glu(gate_up, *self.config.glu_caps, impl=operator_impl(self.config, triton=False))
+        return situ_glu(gate_up, *self.config.glu_caps, impl=operator_impl(self.config))
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
-        beta, linear_beta = self.config.glu_caps
+        return self.mlp(hidden_states, top_k_index, top_k_weights, operator_impl(self.config))
+
+    def mlp(self, hidden_states, top_k_index, top_k_weights, impl: str) -> torch.Tensor:
+        """`[N, D]`, experts `[N, k]` and their weights -> `[N, D]`."""
+        caps = dict(zip(("beta", "linear_beta"), self.config.glu_caps, strict=True))
         return expert_mlp(
-            hidden_states,  # [N, D]
-            top_k_index,  # [N, k]
-            top_k_weights,
-            self.gate_up_proj,
-            self.down_proj,
-            beta=beta,
-            linear_beta=linear_beta,
-            impl=operator_impl(self.config, triton=False),
+            hidden_states, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj, **caps, impl=impl
         )
+
+
+def triton_experts_forward(experts: MoeLcExperts, hidden_states, top_k_index, top_k_weights) -> torch.Tensor:
+    """What `experts_implementation="moe_lc_triton"` runs."""
+    return experts.mlp(hidden_states, top_k_index, top_k_weights, "triton")
 
 
 class LatentMoE(nn.Module):
@@ -56,7 +58,7 @@ class LatentMoE(nn.Module):
         if latent is not None:
             self.routed_expert_down_proj = nn.Linear(width, latent, bias=False)
             self.routed_expert_up_proj = nn.Linear(latent, width, bias=False)
-        self.routed_expert_norm = RMSNorm(latent, config.rms_norm_eps) if config.latent_moe_use_norm else nn.Identity()
+        self.routed_expert_norm = RMSNorm(config, latent) if config.latent_moe_use_norm else nn.Identity()
         self.has_latent = latent is not None
         shared = config.shared_intermediate_size
         self.shared_experts = SiTUGLU(config, shared) if shared else None

@@ -46,21 +46,21 @@ class MoeLcDecoderLayer(GradientCheckpointingLayer):
         else:
             self.mlp = SiTUGLU(config, config.intermediate_size)
         self.is_sparse = config.is_sparse_layer(layer_idx)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config, config.hidden_size)
+        self.post_attention_layernorm = RMSNorm(config, config.hidden_size)
         block_size = config.attn_res_block_size
         self.starts_block = block_size is not None and layer_idx % block_size == 0
         self.self_attention_res = OrdinaryResidual() if block_size is None else AttnRes(config)
         self.mlp_res = OrdinaryResidual() if block_size is None else AttnRes(config)
 
     def forward(self, hidden_states: torch.Tensor, *blocks: torch.Tensor, token_mask=None, **kwargs):
-        mixed = self.self_attention_res(blocks, hidden_states)  # [B, T, D]
-        attn_output, _ = self.self_attn(self.input_layernorm(mixed), **kwargs)
+        mixed = self.self_attention_res(blocks, hidden_states, self.input_layernorm)  # [B, T, D]
+        attn_output, _ = self.self_attn(mixed, **kwargs)
         if self.starts_block:
             blocks, hidden_states = (*blocks, hidden_states), attn_output
         else:
             hidden_states = hidden_states + attn_output
-        mixed = self.post_attention_layernorm(self.mlp_res(blocks, hidden_states))
+        mixed = self.mlp_res(blocks, hidden_states, self.post_attention_layernorm)
         mlp_output = self.block_sparse_moe(mixed, token_mask) if self.is_sparse else self.mlp(mixed)
         return hidden_states + mlp_output, *blocks
 
@@ -139,7 +139,7 @@ class MoeLcTextModel(MoeLcPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList([MoeLcDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
         self.output_attn_res = OrdinaryResidual() if config.attn_res_block_size is None else AttnRes(config)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config, config.hidden_size)
         self.register_buffer("documents_seen", torch.zeros(1, dtype=torch.int64), persistent=False)
         self.gradient_checkpointing = False
         self.post_init()
@@ -186,7 +186,7 @@ class MoeLcTextModel(MoeLcPreTrainedModel):
         blocks: tuple[torch.Tensor, ...] = ()
         for layer in self.layers[: self.config.num_hidden_layers]:
             hidden_states, *blocks = layer(hidden_states, *blocks, **kwargs)
-        hidden_states = self.norm(self.output_attn_res(blocks, hidden_states))
+        hidden_states = self.output_attn_res(blocks, hidden_states, self.norm)
 
         return MoeModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
 

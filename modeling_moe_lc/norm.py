@@ -3,21 +3,22 @@
 import torch
 from torch import nn
 
+from .backends import operator_impl
 from .kernels.gated_norm import gated_rms_norm
+from .kernels.rms_norm import rms_norm
 
 
 class RMSNorm(nn.Module):
     """`weight * x / sqrt(mean(x^2) + eps)` over the last dimension, FP32 inside, cast before the weight (Llama's order)."""
 
-    def __init__(self, size: int, eps: float):
+    def __init__(self, config, size: int, eps: float | None = None):
         super().__init__()
+        self.config = config
         self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+        self.eps = config.rms_norm_eps if eps is None else eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(x.dtype)
+        return rms_norm(x, self.weight, self.eps, impl=operator_impl(self.config))
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

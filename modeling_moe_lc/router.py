@@ -49,7 +49,7 @@ class Router(nn.Module):
             scaling=config.routed_scaling_factor,
             token_mask=token_mask,
             histogram=self._training_histogram() if counting else None,
-            impl=operator_impl(config, triton=False),
+            impl=operator_impl(config, triton=config.topk_group == config.num_expert_group),
         )
         if counting:
             self.counts.add_(counts)  # not `+=`: under activation checkpointing torch.compile refuses assignments

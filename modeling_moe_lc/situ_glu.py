@@ -18,6 +18,6 @@ class SiTUGLU(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         gate_up = self.gate_up_proj(hidden_states)  # [B, T, 2I]
-        impl = operator_impl(self.config, triton=False)
+        impl = operator_impl(self.config)
         activated = situ_glu(gate_up, *self.config.glu_caps, impl=impl)  # [B, T, I]
         return self.down_proj(activated)

@@ -101,7 +101,7 @@ def _check(blocks, partial, query, norm_weight, eps) -> list[torch.Tensor]:
 
 
 def _is_triton(impl, sources) -> bool:
-    return choose(impl, sources[0], triton=True, auto=False) == "triton"
+    return choose(impl, sources[0], triton=True) == "triton"
 
 
 def _fused(sources, vectors, impl):

@@ -60,7 +60,7 @@ def expert_mlp(
         )
     check_caps(beta, linear_beta)
 
-    fused = choose(impl, x, triton=True, auto=False) == "triton"
+    fused = choose(impl, x, triton=True) == "triton"
     run = _fused(x, indices, gate_up_proj, impl) if fused else expert_mlp_reference
     return run(x, indices, weights, gate_up_proj, down_proj, beta=beta, linear_beta=linear_beta)
 

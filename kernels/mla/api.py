@@ -60,11 +60,7 @@ def mla_decode(
         )
 
     inputs = q_latent, q_rope, latent, k_rope
-    run = (
-        _fused(*inputs, mask, impl)
-        if choose(impl, q_latent, triton=True, auto=False) == "triton"
-        else mla_decode_reference
-    )
+    run = _fused(*inputs, mask, impl) if choose(impl, q_latent, triton=True) == "triton" else mla_decode_reference
     return run(*inputs, scale=scale, mask=mask)
 
 

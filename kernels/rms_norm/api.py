@@ -26,7 +26,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, impl: str = "
     check_floating("x", x)
     check_floating("weight", weight)
     check_shape("weight", weight, "D", {"D": x.shape[-1]} if x.ndim else {})
-    run = _fused(x, weight, impl) if choose(impl, x, triton=True, auto=False) == "triton" else rms_norm_reference
+    run = _fused(x, weight, impl) if choose(impl, x, triton=True) == "triton" else rms_norm_reference
     return run(x, weight, eps)
 
 

@@ -70,7 +70,7 @@ def route(
                 "an expert of a hidden group has no required bias"
             )
 
-    fused = choose(impl, logits, triton=True, auto=False) == "triton"
+    fused = choose(impl, logits, triton=True) == "triton"
     run = _fused(logits, bias, top_k, num_groups, topk_group, impl) if fused else route_reference
     return run(
         logits,

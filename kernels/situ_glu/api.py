@@ -31,7 +31,7 @@ def situ_glu(
         raise ValueError(f"gate_up: expected [..., 2I] with an even last dimension, got {list(gate_up.shape)}")
     check_caps(beta, linear_beta)
 
-    run = _fused(gate_up, impl) if choose(impl, gate_up, triton=True, auto=False) == "triton" else situ_glu_reference
+    run = _fused(gate_up, impl) if choose(impl, gate_up, triton=True) == "triton" else situ_glu_reference
     return run(gate_up, beta, linear_beta)
 
 
