@@ -245,7 +245,8 @@ def expert_mlp(x, indices, weights, gate_up_proj, down_proj, beta, linear_beta, 
         with torch.no_grad():
             return expert_mlp_fused(*tensors, beta=beta, linear_beta=linear_beta)
     with on_device_of(x):
-        return _forward(Call(*tensors, beta, linear_beta), 0)[0]
+        call = Call(*tensors, beta, linear_beta)
+        return _forward(call, call.plan(keep_bytes=0))[0]
 
 
 def expert_mlp_fake(x, indices, weights, gate_up_proj, down_proj, beta, linear_beta, gradients):

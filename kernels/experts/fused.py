@@ -10,21 +10,25 @@ again, chunk by chunk.
 """
 
 import itertools
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..dispatch import on_device_of
 from .fused_decode import TOKENS, launch_decode
 from .fused_rows import (
     experts_bwd_kernel_glu,
+    experts_bwd_kernel_inner,
+    experts_bwd_kernel_inputs,
     experts_bwd_kernel_router,
     experts_bwd_kernel_weights,
     experts_fwd_kernel_gate_up,
     experts_fwd_kernel_glu,
+    experts_fwd_kernel_outputs,
     experts_kernel_combine,
-    experts_kernel_rows,
 )
 from .fused_sort import Routing, launch_sort
 
@@ -35,6 +39,10 @@ MOST_EXPERTS, MOST_SLOTS, MOST_PAIRS = 1024, 32, 1 << 30
 KEEP_BYTES = 2 << 30
 # Rows of outputs wait for the sum over slots in blocks of columns: at most this much, or a quarter of the inner activations.
 ROWS_BYTES = 64 << 20
+# Inner activations that the backward pass has at a time, where a quarter of them is not more.
+CHUNK_BYTES = 96 << 20
+# Without gradients: inner activations, and rows of outputs, at most.
+INFERENCE_BYTES = 2 << 30
 
 
 class Tile(NamedTuple):
@@ -52,17 +60,17 @@ def rows_per_tile(pairs: int, E: int, dtype: torch.dtype) -> int:
     return 128 if dtype != torch.float32 and pairs >= 160 * E else 64
 
 
-def row_tile(BM: int, depth: int, columns: int, dtype: torch.dtype) -> Tile:
-    """For the products over rows. BF16 products of Triton 3.6 need at least 64 in each dimension.
+def row_tile(BM: int, depth: int, columns: int, dtype: torch.dtype, longest: int = 1024) -> Tile:
+    """For the products over rows, from `longest` steps on with wide tiles. BF16 ones of Triton 3.6 need 64 in each direction.
 
     FP32 ones, three products in a step, are not safe to load ahead for: buffers are filled while they are still read.
     """
     if dtype == torch.float32:
         return Tile(BM, 64, 32, 4, 1)
     if BM == 64:
-        return Tile(64, 128, 64, 4, 4)
+        return Tile(64, 128, 64, 4, 3)
     # Two programs of 128 columns on a multiprocessor hide the start and the end of a short sum, but read more from L2.
-    return Tile(128, 256, 64, 8, 3) if depth >= 1024 and columns >= 256 else Tile(128, 128, 64, 4, 3)
+    return Tile(128, 256, 64, 8, 4) if depth >= longest and columns >= 256 else Tile(128, 128, 64, 4, 3)
 
 
 def weight_tile(pairs: int, E: int, dtype: torch.dtype) -> Tile:
@@ -72,7 +80,7 @@ def weight_tile(pairs: int, E: int, dtype: torch.dtype) -> Tile:
     """
     if dtype == torch.float32:
         return Tile(64, 64, 32, 4, 1)
-    return Tile(128, 256, 64, 8, 5) if pairs >= 512 * E else Tile(128, 128, 64, 4, 5)
+    return Tile(128, 256, 64, 8, 5) if pairs >= 768 * E else Tile(128, 128, 64, 4, 4)
 
 
 class Plan(NamedTuple):
@@ -85,18 +93,24 @@ class Plan(NamedTuple):
 
 
 def plan(T: int, k: int, D: int, I: int, itemsize: int, keep_bytes: int) -> Plan:
-    per_channel = T * k * itemsize
+    per_channel = max(1, T * k) * itemsize
     inner = per_channel * I
     keep = 2 * inner <= keep_bytes
-    chunk = max(256, triton.cdiv(I, 512) * 128)
     columns = min(D, max(256, max(ROWS_BYTES, inner // 4) // per_channel // 256 * 256))
     if keep:
-        parts = min(4, triton.cdiv(inner, ROWS_BYTES))
-        chunk = I if parts == 1 else chunk
+        chunks, parts = (min(4, triton.cdiv(inner, most)) for most in (CHUNK_BYTES, ROWS_BYTES))
+        chunk = triton.cdiv(triton.cdiv(I, chunks), 128) * 128
     else:
+        chunk = max(256, triton.cdiv(I, 512) * 128)
         parts = 1 if inner < 2 * ROWS_BYTES else max(2, triton.cdiv(inner, 8 * ROWS_BYTES))
         columns = min(columns, max(256, triton.cdiv(D, 512) * 256))
     return Plan(keep, sorted({*range(0, I, chunk), I}), columns, min(parts, T))
+
+
+def plan_without_gradients(T: int, k: int, D: int, I: int, itemsize: int) -> Plan:
+    """As few parts as can be: each reads the weights of all experts, which many experts of few rows do little else than."""
+    parts = max(1, triton.cdiv(T * k * max(I, D) * itemsize, INFERENCE_BYTES))
+    return Plan(False, [0, I], D, min(parts, T))
 
 
 def supports(x: torch.Tensor, indices: torch.Tensor, gate_up_proj: torch.Tensor) -> str | None:
@@ -107,6 +121,10 @@ def supports(x: torch.Tensor, indices: torch.Tensor, gate_up_proj: torch.Tensor)
         return f"gate_up_proj: expected 1 to {MOST_EXPERTS} experts, got {gate_up_proj.shape[0]}"
     if not 0 < indices.shape[1] <= MOST_SLOTS:
         return f"indices: expected 1 to {MOST_SLOTS} experts per token, got {indices.shape[1]}"
+    align = 16 // x.element_size()
+    for name, width in (("D", x.shape[1]), ("I", gate_up_proj.shape[1] // 2)):
+        if width % align:
+            return f"{name}: expected a multiple of {align} for {x.dtype}, got {width}"
     if indices.numel() > MOST_PAIRS:
         return f"indices: expected at most {MOST_PAIRS} of them, got {indices.numel()}"
     return None
@@ -124,9 +142,13 @@ class Call:
         self.k, (self.E, _, self.I) = indices.shape[1], down_proj.shape
         self.pairs, self.empty = indices.numel(), 0 in (self.T, self.D, self.I)
         self.BM = rows_per_tile(self.pairs, self.E, x.dtype)
+        self.paired_proj = self.gate_up_proj.view(self.E, 2, self.I, self.D).transpose(1, 2)  # [E, I, 2, D]
 
     def plan(self, keep_bytes: int) -> Plan:
         return plan(self.T, self.k, self.D, self.I, self.x.element_size(), keep_bytes)
+
+    def plan_without_gradients(self) -> Plan:
+        return plan_without_gradients(self.T, self.k, self.D, self.I, self.x.element_size())
 
     def sort(self) -> Routing:
         return launch_sort(self.indices, self.E, self.BM)
@@ -141,49 +163,89 @@ class Call:
             part.BM = self.BM
             yield tokens, part
 
-    def launch(self, kernel, routing: Routing, columns: int, depth: int, *args, **constants) -> None:
+    def launch(self, kernel, routing: Routing, tile: Tile, columns: int, *args, **constants) -> None:
         """One program for each tile of rows and each block of columns."""
-        tile = row_tile(self.BM, depth, columns, self.x.dtype)
-        constants |= {"EVEN_K": depth % tile.BK == 0, "EVEN_N": columns % tile.BN == 0}
         grid = (routing.tiles * triton.cdiv(columns, tile.BN),)
-        kernel[grid](*args, **constants, K=self.k, PRECISION=precision(self.x.dtype), **tile._asdict())
+        kernel[grid](*args, **constants, PRECISION=precision(self.x.dtype), **tile._asdict())
+
+    def tile(self, depth: int, columns: int, **longest: int) -> Tile:
+        return row_tile(self.BM, depth, columns, self.x.dtype, **longest)
 
     def gate_up(self, routing: Routing, h: torch.Tensor | None, kept: torch.Tensor | None, begin: int) -> None:
         """`kept`: the pre-activations of as many channels from `begin` on as it has. h: the activations of all channels."""
         last = self.I if kept is None else begin + kept.shape[1] // 2
+        columns = 2 * (last - begin)
+        tile = self.tile(self.D, columns)
+        weights = TensorDescriptor.from_tensor(self.paired_proj, [1, tile.BN // 2, 2, tile.BK])
         self.launch(
-            experts_fwd_kernel_gate_up, routing, 2 * (last - begin), self.D,
-            self.x, self.gate_up_proj, routing.order, routing.table, h, kept,
-            routing.tiles, self.D, self.I, begin, last, KEEP=kept is not None, WRITE=h is not None, **self.caps,
+            experts_fwd_kernel_gate_up, routing, tile, columns,
+            self.x, weights, routing.order, routing.table, h, kept, routing.tiles, self.D, self.I, begin, last,
+            K=self.k, KEEP=kept is not None, WRITE=h is not None, EVEN_K=self.D % tile.BK == 0, **self.caps,
         )  # fmt: skip
 
-    def rows(self, routing, a, b, out, kind, *, begin=0, column=0) -> None:
-        """out [pairs, width] = a b in every expert, see `experts_kernel_rows`."""
-        depth, width = a.shape[1], out.shape[1]
+    def outputs(self, routing: Routing, h: torch.Tensor, out: torch.Tensor, column: int) -> None:
+        """out [pairs, width]: columns of h W_down^T."""
+        width = out.shape[1]
+        tile = self.tile(self.I, width, longest=8192)
+        left = TensorDescriptor.from_tensor(h, [tile.BM, tile.BK])
+        weights = TensorDescriptor.from_tensor(self.down_proj, [1, tile.BN, tile.BK])
         self.launch(
-            experts_kernel_rows, routing, width, depth,
-            a, b, routing.order, routing.table, out, routing.tiles, depth, self.D, self.I, begin, column, width, KIND=kind,
+            experts_fwd_kernel_outputs, routing, tile, width,
+            left, weights, routing.table, out, routing.tiles, self.I, column, width,
         )  # fmt: skip
 
-    def combine(self, routing, a, b, out, kind, columns, *, begin=0, add=False) -> None:
-        """out [T, D] (+)= the sum over a token's slots of the rows a b; those of the forward pass are weighted."""
-        memory = a.new_empty(self.pairs * min(columns, self.D))
+    def inner(self, routing: Routing, dy: torch.Tensor, out: torch.Tensor, begin: int) -> None:
+        """out [pairs, width]: channels of dy W_down."""
+        width = out.shape[1]
+        tile = self.tile(self.D, width)
+        weights = TensorDescriptor.from_tensor(self.down_proj, [1, tile.BK, tile.BN])
+        self.launch(
+            experts_bwd_kernel_inner, routing, tile, width,
+            dy, weights, routing.order, routing.table, out, routing.tiles, self.D, begin, width,
+            K=self.k, EVEN_K=self.D % tile.BK == 0,
+        )  # fmt: skip
+
+    def inputs(self, routing: Routing, paired: torch.Tensor, out: torch.Tensor, begin: int, column: int) -> None:
+        """out [pairs, width]: columns of the paired gradients of channels from `begin` on, times W_gate_up."""
+        depth, width = paired.shape[1], out.shape[1]
+        tile = self.tile(depth, width, longest=1536)
+        left = TensorDescriptor.from_tensor(paired, [tile.BM, tile.BK])
+        weights = TensorDescriptor.from_tensor(self.paired_proj, [1, tile.BK // 2, 2, tile.BN])
+        self.launch(
+            experts_bwd_kernel_inputs, routing, tile, width,
+            left, weights, routing.table, out, routing.tiles, depth, begin, column, width,
+        )  # fmt: skip
+
+    def combine(self, routing, products, out, columns, *, weighted: bool, add: bool) -> None:
+        """out [T, D] (+)= the sum over a token's slots of the rows that `products(rows, column)` computes."""
+        memory = out.new_empty(self.pairs * min(columns, self.D))
         for column in range(0, self.D, columns):
             width = min(columns, self.D - column)
             rows = memory[: self.pairs * width].view(self.pairs, width)
-            self.rows(routing, a, b, rows, kind, begin=begin, column=column)
+            products(rows, column)
             BC = min(1024, triton.next_power_of_2(width))
             BT = 1024 // BC
             experts_kernel_combine[(triton.cdiv(self.T, BT), triton.cdiv(width, BC))](
                 rows, routing.inverse, self.weights, out, self.T, self.D, column, width,
-                K=self.k, WEIGHTED=kind == "outputs", ADD=add, BT=BT, BC=BC, num_warps=4,
+                K=self.k, WEIGHTED=weighted, ADD=add, BT=BT, BC=BC, num_warps=4,
             )  # fmt: skip
+
+    def sum_outputs(self, routing, h, y, columns) -> None:
+        self.combine(routing, partial(self.outputs, routing, h), y, columns, weighted=True, add=False)
+
+    def sum_inputs(self, routing, paired, dx, columns, begin) -> None:
+        """Of the channels from `begin` on; after the first ones they are added to those before."""
+
+        def products(rows, column):
+            self.inputs(routing, paired, rows, begin, column)
+
+        self.combine(routing, products, dx, columns, weighted=False, add=begin > 0)
 
     def activations(self, routing, dy, paired, begin, d_weights) -> torch.Tensor:
         """Turns `paired`, the pre-activations of channels from `begin` on, into their gradients; returns p h."""
         channels = paired.shape[1] // 2
         h = self.x.new_empty(self.pairs, channels)
-        self.rows(routing, dy, self.down_proj, h, "inner", column=begin)
+        self.inner(routing, dy, h, begin)
         experts_bwd_kernel_glu[(triton.cdiv(self.pairs, 4),)](
             paired, h, self.weights, routing.order, routing.offsets, d_weights, self.E, channels,
             **self.caps, BM=4, BC=128, num_warps=4,
@@ -205,17 +267,17 @@ def precision(dtype: torch.dtype) -> str:
     return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
-def _forward(call: Call, keep_bytes: int) -> tuple[torch.Tensor, Routing | None, list[torch.Tensor]]:
+def _forward(call: Call, todo: Plan) -> tuple[torch.Tensor, Routing | None, list[torch.Tensor]]:
     """The output [T, D]; where the pairs are, and pre-activations [pairs, 2 channels] of the chunks, unless none are kept."""
     if call.empty:
         return torch.zeros_like(call.x), None, []
-    y, todo = torch.empty_like(call.x), call.plan(keep_bytes)
+    y = torch.empty_like(call.x)
     chunks = list(itertools.pairwise(todo.bounds))
     if not todo.keep:
         for tokens, part in call.parts(todo.parts):
             routing, h = part.sort(), part.x.new_empty(part.pairs, call.I)
             part.gate_up(routing, h, None, 0)
-            part.combine(routing, h, call.down_proj, y[tokens], "outputs", todo.columns)
+            part.sum_outputs(routing, h, y[tokens], todo.columns)
             del h  # before that of the next part
         return y, None, []
     routing = call.sort()
@@ -223,7 +285,7 @@ def _forward(call: Call, keep_bytes: int) -> tuple[torch.Tensor, Routing | None,
     if todo.parts == 1:
         h = call.x.new_empty(call.pairs, call.I)
         call.gate_up(routing, h, kept[0], 0)
-        call.combine(routing, h, call.down_proj, y, "outputs", todo.columns)
+        call.sum_outputs(routing, h, y, todo.columns)
         return y, routing, kept
     for (begin, _), paired in zip(chunks, kept, strict=True):
         call.gate_up(routing, None, paired, begin)
@@ -234,7 +296,7 @@ def _forward(call: Call, keep_bytes: int) -> tuple[torch.Tensor, Routing | None,
                 paired, routing.inverse, own.order, own.offsets, h, tokens.start * call.k, call.E, end - begin, call.I, begin,
                 **call.caps, BM=4, BC=128, num_warps=4,
             )  # fmt: skip
-        part.combine(own, h, call.down_proj, y[tokens], "outputs", todo.columns)
+        part.sum_outputs(own, h, y[tokens], todo.columns)
         del h
     return y, routing, kept
 
@@ -248,27 +310,25 @@ def _backward(call: Call, routing: Routing | None, kept: list[torch.Tensor], dy:
         torch.empty_like(tensor) if it_is else None for tensor, it_is in zip(inputs, wanted, strict=True)
     )
     routing, todo = routing or call.sort(), call.plan(sum(paired.nbytes for paired in kept))
-    partial = call.x.new_empty(len(todo.bounds) - 1, call.pairs, dtype=torch.float32)
+    products = call.x.new_empty(len(todo.bounds) - 1, call.pairs, dtype=torch.float32)
     for number, (begin, end) in enumerate(itertools.pairwise(todo.bounds)):
         if kept:
             paired = kept[number]
         else:
             paired = call.x.new_empty(call.pairs, 2 * (end - begin))
             call.gate_up(routing, None, paired, begin)
-        h = call.activations(routing, dy, paired, begin, partial[number])
+        h = call.activations(routing, dy, paired, begin, products[number])
         if d_down is not None:
             call.projection_gradient(routing, dy, h, d_down, begin, gather_a=True)
         del h  # before the rows that follow
         if d_gate_up is not None:
             call.projection_gradient(routing, paired, call.x, d_gate_up, begin, gather_a=False)
         if dx is not None:
-            call.combine(
-                routing, paired, call.gate_up_proj, dx, "inputs", todo.columns, begin=begin, add=number > 0
-            )  # fmt: skip
+            call.sum_inputs(routing, paired, dx, todo.columns, begin)
         del paired
     if d_weights is not None:
         experts_bwd_kernel_router[(triton.cdiv(call.pairs, 256),)](
-            partial, routing.inverse, d_weights, call.pairs, partial.shape[0], BLOCK=256, num_warps=4
+            products, routing.inverse, d_weights, call.pairs, products.shape[0], BLOCK=256, num_warps=4
         )  # fmt: skip
     return dx, d_weights, d_gate_up, d_down
 
@@ -277,7 +337,7 @@ class _ExpertMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, indices, weights, gate_up_proj, down_proj, beta, linear_beta):
         call = Call(x, indices, weights, gate_up_proj, down_proj, beta, linear_beta)
-        y, routing, kept = _forward(call, KEEP_BYTES)
+        y, routing, kept = _forward(call, call.plan(KEEP_BYTES))
         memory = None if routing is None else routing.memory
         ctx.save_for_backward(x, indices, weights, gate_up_proj, down_proj, memory, *kept)
         ctx.caps, ctx.overwritten = (beta, linear_beta), False
@@ -307,4 +367,5 @@ def expert_mlp_fused(x, indices, weights, gate_up_proj, down_proj, *, beta, line
             return _ExpertMLP.apply(*tensors, *caps)
         if 0 < len(x) <= TOKENS:
             return launch_decode([tensor.contiguous() for tensor in tensors], *caps, precision(x.dtype))
-        return _forward(Call(*tensors, *caps), 0)[0]
+        call = Call(*tensors, *caps)
+        return _forward(call, call.plan_without_gradients())[0]

@@ -2,7 +2,8 @@
 
 A program has one tile of at most BM rows of one expert and BN columns. The gate and the up row of a channel are
 neighbouring columns of a tile, so that one product makes both and a thread holds both: "paired" columns are g_0 u_0 g_1 u_1 ...
-Every program runs over the whole inner dimension in steps of BK: a row's bits do not depend on its neighbours.
+Weights, and rows that lie in order, come through tensor descriptors: the copy engine fetches a tile without the threads, zeros
+where there is nothing, and a descriptor [E, I, 2, D] makes neighbours of the two rows of a channel. Every program runs over the whole inner dimension in steps of BK: a row's bits do not depend on its neighbours.
 """
 
 import triton
@@ -60,50 +61,29 @@ def tile_of(table, tiles, columns):
     """
     program, group = tl.program_id(0), GROUP * columns
     tile = program // group * GROUP + program % GROUP
-    expert = tl.load(table + tile).to(tl.int64)
+    expert = tl.load(table + tile)
     first = tl.load(table + tiles + tile)
     return expert, first, tl.load(table + 2 * tiles + tile), program % group // GROUP
 
 
 @triton.jit
-def product(
-    a, b, step_a, step_b, depth, columns,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """a [BM, BK] times b [BK, BN], pointers to the first step, along `depth`.
-
-    EVEN_K: depth is a multiple of BK. EVEN_N: all columns are there, otherwise the first `columns` of b are.
-    """
-    k, n = tl.arange(0, BK), tl.arange(0, BN)[None, :]
-    total = tl.zeros((BM, BN), dtype=tl.float32)
-    for done in tl.range(0, depth, BK, num_stages=STAGES):
-        if EVEN_K:
-            left = tl.load(a)
-        else:
-            left = tl.load(a, mask=k[None, :] < depth - done, other=0.0)
-        if EVEN_K and EVEN_N:
-            right = tl.load(b)
-        elif EVEN_N:
-            right = tl.load(b, mask=k[:, None] < depth - done, other=0.0)
-        else:
-            right = tl.load(b, mask=(k[:, None] < depth - done) & (n < columns), other=0.0)
-        total = tl.dot(left, right, total, input_precision=PRECISION)
-        a += step_a
-        b += step_b
-    return total
+def gathered(rows, k, depth, done, BK: tl.constexpr, EVEN_K: tl.constexpr):
+    """[BM, BK] of the rows at the pointers [BM, BK], a step that begins at `done`. EVEN_K: depth is a multiple of BK."""
+    if EVEN_K:
+        return tl.load(rows + done)
+    return tl.load(rows + done, mask=k[None, :] < depth - done, other=0.0)
 
 
 @triton.jit(do_not_specialize=("tiles",))
 def experts_fwd_kernel_gate_up(
     x,  # [T, D]
-    gate_up_proj,  # [E, 2I, D]
+    gate_up_proj,  # descriptor [E, I, 2, D]: the gate and the up row of a channel are neighbours
     order, table,
     h,  # [pairs, I] (WRITE)
     kept,  # [pairs, 2 (last - begin)], paired (KEEP)
     tiles, D, I, begin, last,
     K: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, WRITE: tl.constexpr, KEEP: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The channels begin ... last - 1; these are all where h is written."""
@@ -113,12 +93,11 @@ def experts_fwd_kernel_gate_up(
         m, n, k = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
         # Rows that are not there repeat the last one: no mask in the loop.
         token = tl.load(order + first + tl.minimum(m, rows - 1)) // K
-        channel = begin + block * BC
-        weights = gate_up_proj + expert * 2 * D * I + ((n % 2) * I + channel + n // 2).to(tl.int64)[None, :] * D
-        acc = product(
-            x + token.to(tl.int64)[:, None] * D + k[None, :], weights + k[:, None], BK, BK, D, 2 * (last - channel),
-            BM, BN, BK, EVEN_K, EVEN_N, PRECISION, STAGES,
-        )  # fmt: skip
+        left = x + token.to(tl.int64)[:, None] * D + k[None, :]
+        acc = tl.zeros((BM, BN), dtype=tl.float32)
+        for done in tl.range(0, D, BK, num_stages=STAGES):
+            right = tl.reshape(gate_up_proj.load([expert, begin + block * BC, 0, done]), (BN, BK))
+            acc = tl.dot(gathered(left, k, D, done, BK, EVEN_K), right.T, acc, input_precision=PRECISION)
         place = first.to(tl.int64) + m[:, None]
         # Rounded first, as the reference does: what is kept, and what is computed again, gives the same activations.
         pre = acc.to(x.dtype.element_ty)
@@ -134,44 +113,69 @@ def experts_fwd_kernel_gate_up(
             tl.store(kept + place * width + n[None, :], pre, mask=inside)
 
 
-@triton.jit(do_not_specialize=("tiles",))
-def experts_kernel_rows(
-    a,  # [pairs, depth], or dy [T, depth] (KIND "inner")
-    b,  # down_proj [E, D, I], or gate_up_proj [E, 2I, D] (KIND "inputs")
-    order, table,
-    out,  # [pairs, width]: columns from `column` on of the product
-    tiles, depth, D, I, begin, column, width,
-    KIND: tl.constexpr, K: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Rows of an expert times one of its projections.
+@triton.jit
+def store_rows(out, acc, first, rows, block, width, BM: tl.constexpr, BN: tl.constexpr):
+    m, n = tl.arange(0, BM)[:, None], block * BN + tl.arange(0, BN)[None, :]
+    place = out + (first.to(tl.int64) + m) * width + n
+    tl.store(place, acc.to(out.dtype.element_ty), mask=(m < rows) & (n < width))
 
-    KIND "outputs": h W_down^T. "inner": dy W_down, of the channels from `column` on. "inputs": paired gradients, of the
-    channels from `begin` on, times W_gate_up.
-    """
+
+@triton.jit(do_not_specialize=("tiles",))
+def experts_fwd_kernel_outputs(
+    h,  # descriptor [pairs, I]
+    down_proj,  # descriptor [E, D, I]
+    table,
+    out,  # [pairs, width]: the columns from `column` on of h W_down^T
+    tiles, I, column, width,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     expert, first, rows, block = tile_of(table, tiles, tl.cdiv(width, BN))
     if rows > 0:
-        m, n, k = tl.arange(0, BM), block * BN + tl.arange(0, BN), tl.arange(0, BK)
-        row = first + tl.minimum(m, rows - 1)
-        if KIND == "inner":
-            row = tl.load(order + row) // K
-        left = a + row.to(tl.int64)[:, None] * depth + k[None, :]
-        if KIND == "outputs":
-            right = b + expert * D * I + (column + n).to(tl.int64)[None, :] * I + k[:, None]
-            step = BK
-        elif KIND == "inner":
-            right = b + expert * D * I + k.to(tl.int64)[:, None] * I + (column + n)[None, :]
-            step = BK * I
-        else:
-            right = b + expert * 2 * D * I + ((k % 2) * I + begin + k // 2).to(tl.int64)[:, None] * D
-            right += (column + n)[None, :]
-            step = BK // 2 * D
-        acc = product(
-            left, right, BK, step, depth, width - block * BN, BM, BN, BK, EVEN_K, EVEN_N, PRECISION, STAGES
-        )  # fmt: skip
-        place = out + (first.to(tl.int64) + m[:, None]) * width + n[None, :]
-        tl.store(place, acc.to(out.dtype.element_ty), mask=(m[:, None] < rows) & (n[None, :] < width))
+        acc = tl.zeros((BM, BN), dtype=tl.float32)
+        for done in tl.range(0, I, BK, num_stages=STAGES):
+            right = tl.reshape(down_proj.load([expert, column + block * BN, done]), (BN, BK))
+            acc = tl.dot(h.load([first, done]), right.T, acc, input_precision=PRECISION)
+        store_rows(out, acc, first, rows, block, width, BM, BN)
+
+
+@triton.jit(do_not_specialize=("tiles",))
+def experts_bwd_kernel_inner(
+    dy,  # [T, D]
+    down_proj,  # descriptor [E, D, I]
+    order, table,
+    out,  # [pairs, width]: the channels from `begin` on of dy W_down
+    tiles, D, begin, width,
+    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    expert, first, rows, block = tile_of(table, tiles, tl.cdiv(width, BN))
+    if rows > 0:
+        m, k = tl.arange(0, BM), tl.arange(0, BK)
+        token = tl.load(order + first + tl.minimum(m, rows - 1)) // K
+        left = dy + token.to(tl.int64)[:, None] * D + k[None, :]
+        acc = tl.zeros((BM, BN), dtype=tl.float32)
+        for done in tl.range(0, D, BK, num_stages=STAGES):
+            right = tl.reshape(down_proj.load([expert, done, begin + block * BN]), (BK, BN))
+            acc = tl.dot(gathered(left, k, D, done, BK, EVEN_K), right, acc, input_precision=PRECISION)
+        store_rows(out, acc, first, rows, block, width, BM, BN)
+
+
+@triton.jit(do_not_specialize=("tiles",))
+def experts_bwd_kernel_inputs(
+    paired,  # descriptor [pairs, depth]: gradients of the channels from `begin` on
+    gate_up_proj,  # descriptor [E, I, 2, D]
+    table,
+    out,  # [pairs, width]: the columns from `column` on of paired W_gate_up
+    tiles, depth, begin, column, width,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    expert, first, rows, block = tile_of(table, tiles, tl.cdiv(width, BN))
+    if rows > 0:
+        acc = tl.zeros((BM, BN), dtype=tl.float32)
+        for done in tl.range(0, depth, BK, num_stages=STAGES):
+            right = tl.reshape(gate_up_proj.load([expert, begin + done // 2, 0, column + block * BN]), (BK, BN))
+            acc = tl.dot(paired.load([first, done]), right, acc, input_precision=PRECISION)
+        store_rows(out, acc, first, rows, block, width, BM, BN)
 
 
 @triton.jit(do_not_specialize=("first_pair",))

@@ -182,7 +182,7 @@ class Call:
             initial_state = enter(self, work, pieces, head, G, initial_state, final_state)
             # The states after the pieces are known by now, as those before the next ones.
             final_state = torch.empty_like(initial_state)
-            sequences, table = pieces.count, pieces.first_chunk
+            sequences, table = pieces.number, pieces.first_chunk
         BV = self.value_block(sequences * G)
         kda_fwd_kernel_scan[(self.V // BV * sequences * G,)](
             work["Qh"], work["Kt"], work["W"], work["U"], work["P"], work["gam"], o,
@@ -241,7 +241,7 @@ def _backward_scans(call, work, head, G, do, initial_state, d_final, d_initial):
             initial_state = enter(call, work, pieces, head, G, initial_state, torch.empty_like(d_initial))
         d_final = enter_back(call, work, pieces, head, G, do, d_final, d_initial)
         d_initial = torch.empty_like(d_final)
-        sequences, table = pieces.count, pieces.first_chunk
+        sequences, table = pieces.number, pieces.first_chunk
     BV = call.value_block(directions * sequences * G)
     kda_bwd_kernel_scans[(V // BV * sequences * G, directions)](
         *(work[name] for name in ("Qh", "Kt", "W", "U", "P", "gam")), do,
@@ -270,7 +270,8 @@ def _backward_keys(call, work, head, G, do, dv, dq, dk, dg, dA_log, ddt_bias):
     kda_bwd_kernel_products[(K // BK * G * n,)](
         work["rows"], work["keys"], work["totals"], do, dv,
         work["S"], work["R"], work["dS"], work["dscores"], layout.chunks, *factors, dg, call.T, call.H, head,
-        G=G, K=K, BK=BK, V=V, BV=min(V, 64), SHIFT=call.gate["SHIFT"], **call.common, num_warps=4,
+        G=G, K=K, BK=BK, V=V, BV=min(V, 64), SHIFT=call.gate["SHIFT"], **call.common,
+        STAGES=3 if call.q.dtype == torch.bfloat16 else 1, num_warps=4,
     )  # fmt: skip
     kda_bwd_kernel_inputs[(K // BK * G * n,)](
         call.q, call.k, call.g, call.A_log, call.dt_bias, layout.chunks, work["norms"], work["sums"], *factors,

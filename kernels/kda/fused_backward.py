@@ -169,12 +169,12 @@ def kda_bwd_kernel_products(
     d_decay,  # [tokens, H, K]
     T, H, first_head,
     G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, SHIFT: tl.constexpr,
-    VARLEN: tl.constexpr, PRECISION: tl.constexpr,
+    VARLEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Cotangents of the factors of BK channels: by_q and by_k of the grown rows, by_col of the shrunk key; of the log-decay.
 
-    No loop here is pipelined: Triton 3.6 fills the buffers of loads beyond the end of a loop with zeros while other warps
-    may still multiply from them, and with several products in a step that was seen to happen.
+    The loop subtracts its products: one that is added becomes an accumulating one, of which several stay under way, while
+    Triton 3.6 already fills the buffers of loads beyond the end of the loop with zeros. A subtracted one is awaited.
     """
     UNSHIFT: tl.constexpr = 2.0**-SHIFT
     k_block, row = program_of(K // BK)
@@ -203,16 +203,16 @@ def kda_bwd_kernel_products(
     d_end = tl.zeros((BK,), dtype=tl.float32)
     rows_q, rows_k = tl.zeros((C, BK), dtype=tl.float32), tl.zeros((C, BK), dtype=tl.float32)
     cols = tl.zeros((C, BK), dtype=tl.float32)
-    for c in tl.range(0, V, BV, num_stages=1):
+    for c in tl.range(0, V, BV, num_stages=STAGES):
         source, across = i * (H * V) + (c + cv), ck * V + (c + ct)  # states transposed, [BV, BK]
         S_t, dS_t = tl.load(S_tape + across), tl.load(dS_tape + across)
         d_end += tl.sum(S_t.to(tl.float32) * dS_t.to(tl.float32), axis=0)
-        rows_q = tl.dot(tl.load(do + source, mask=inside, other=0.0).to(DTYPE), S_t, rows_q, input_precision=PRECISION)
-        rows_k = tl.dot(tl.load(dv + source, mask=inside, other=0.0).to(DTYPE), S_t, rows_k, input_precision=PRECISION)
-        cols = tl.dot(tl.load(R_tape + (i * V + (c + cv))), dS_t, cols, input_precision=PRECISION)
+        rows_q -= tl.dot(tl.load(do + source, mask=inside, other=0.0).to(DTYPE), S_t, input_precision=PRECISION)
+        rows_k -= tl.dot(tl.load(dv + source, mask=inside, other=0.0).to(DTYPE), S_t, input_precision=PRECISION)
+        cols -= tl.dot(tl.load(R_tape + (i * V + (c + cv))), dS_t, input_precision=PRECISION)
 
     begun = tl.exp2(-total0)
-    rows_q, rows_k = rows_q * UNSHIFT, rows_k * -UNSHIFT
+    rows_q, rows_k = rows_q * -UNSHIFT, rows_k * UNSHIFT
     rows_q, rows_k = tl.where(low, rows_q, rows_q * begun), tl.where(low, rows_k, rows_k * begun)
     shrunk, late = tl.load(keys), tl.load(keys + C * K, mask=low, other=0.0)
     square, square_t = dscores + (i * C + j), dscores + (i + j * C)  # dP, and transposed; C * C further dA
@@ -226,7 +226,7 @@ def kda_bwd_kernel_products(
     dL = grown_q.to(tl.float32) * rows_q + grown_k.to(tl.float32) * rows_k
 
     # What the end of the chunk gives to the keys of the first half goes the way of the pairs across.
-    cols *= tl.exp2(-total1 + SHIFT)
+    cols *= -tl.exp2(-total1 + SHIFT)
     d_end *= tl.exp2(-tl.reshape(total0 + total1, (BK,)))
     d_end += tl.sum(tl.where(low, late, shrunk).to(tl.float32) * cols, axis=0)
     cols_far, cols = tl.where(low, cols, 0.0), tl.where(low, 0.0, cols)

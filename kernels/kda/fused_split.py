@@ -5,6 +5,9 @@ Phi and Psi of all pieces at once (Psi is the scan from a zero state, Phi what b
 from piece to piece, and then all pieces are scanned from the states that they really begin with. No state is dropped.
 """
 
+import functools
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -108,26 +111,34 @@ SHORTEST_PIECE = 16
 FEWEST_PIECES = 3
 
 
-class Pieces:
-    """`size` chunks of a sequence at a time: how many there are, and their bounds among the chunks.
+class Pieces(NamedTuple):
+    """Pieces of sequences: how many there are, their bounds among the chunks [number + 1], those of each sequence [N + 1].
 
     A packed batch gets as many as its chunks could need, without asking the device: those left over have no chunks.
     """
 
-    def __init__(self, layout, per_sequence: int, size: int):
-        device = layout.first_chunk.device
-        if layout.packed:
-            first_chunk, self.count = layout.first_chunk, layout.count // size + layout.sequences
-        else:
-            rows = torch.arange(layout.sequences + 1, device=device, dtype=torch.int32)
-            first_chunk, self.count = rows * per_sequence, layout.sequences * triton.cdiv(per_sequence, size)
-        needed = (first_chunk.diff() + (size - 1)) // size
-        first_piece = torch.nn.functional.pad(needed.cumsum(0), (1, 0))
-        piece = torch.arange(self.count + 1, device=device)
-        sequence = torch.searchsorted(first_piece[1:], piece, right=True)
-        begin = torch.nn.functional.pad(first_chunk[:-1] - first_piece[:-1] * size, (0, 1))[sequence] + piece * size
-        self.first_chunk = torch.where(sequence < layout.sequences, begin, first_chunk[-1]).to(torch.int32)
-        self.first_piece = first_piece.to(torch.int32)
+    number: int
+    first_chunk: torch.Tensor
+    first_piece: torch.Tensor
+
+
+def _cut(first_chunk: torch.Tensor, count: int, size: int) -> Pieces:
+    """`size` chunks of a sequence at a time."""
+    sequences, device = len(first_chunk) - 1, first_chunk.device
+    needed = (first_chunk.diff() + (size - 1)) // size
+    first_piece = torch.nn.functional.pad(needed.cumsum(0), (1, 0))
+    piece = torch.arange(count + 1, device=device)
+    sequence = torch.searchsorted(first_piece[1:], piece, right=True)
+    begin = torch.nn.functional.pad(first_chunk[:-1] - first_piece[:-1] * size, (0, 1))[sequence] + piece * size
+    bounds = torch.where(sequence < sequences, begin, first_chunk[-1])
+    return Pieces(count, bounds.to(torch.int32), first_piece.to(torch.int32))
+
+
+@functools.lru_cache(256)
+def _cut_rows(sequences: int, per_sequence: int, size: int, device: torch.device) -> Pieces:
+    """Of a batch whose rows are equally long: kept, since a dozen small launches take longer than a scan."""
+    rows = torch.arange(sequences + 1, device=device, dtype=torch.int32)
+    return _cut(rows * per_sequence, sequences * triton.cdiv(per_sequence, size), size)
 
 
 def pieces_of(layout, T: int, programs: int, processors: int) -> Pieces | None:
@@ -136,7 +147,13 @@ def pieces_of(layout, T: int, programs: int, processors: int) -> Pieces | None:
     size = max(SHORTEST_PIECE, triton.cdiv(per_sequence, max(1, processors // max(1, programs))))
     if 4 * programs > processors or triton.cdiv(per_sequence, size) < FEWEST_PIECES:
         return None
-    return Pieces(layout, per_sequence, size)
+    if layout.packed:
+        return _cut(layout.first_chunk, layout.count // size + layout.sequences, size)
+    device = layout.first_chunk.device
+    # What is computed while a CUDA graph is captured belongs to that graph.
+    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    cut = _cut_rows.__wrapped__ if captured else _cut_rows
+    return cut(layout.sequences, per_sequence, size, device)
 
 
 def find_maps(call, work, first_chunk: torch.Tensor, count: int, table: bool, head: int, G: int):
@@ -164,15 +181,15 @@ def _fold(call, pieces, Phi, offset, first, last, head, G, back):
 
 def enter(call, work, pieces, head, G, initial_state, final_state):
     """The states [P, H, K, V] that the pieces begin with; `final_state` [N, H, K, V] is filled. Keeps Phi in `work`."""
-    work["Phi"], Psi = find_maps(call, work, pieces.first_chunk, pieces.count, True, head, G)
+    work["Phi"], Psi = find_maps(call, work, pieces.first_chunk, pieces.number, True, head, G)
     return _fold(call, pieces, work["Phi"], Psi, initial_state, final_state, head, G, back=False)
 
 
 def enter_back(call, work, pieces, head, G, do, d_final, d_initial):
     """The cotangents [P, H, K, V] of the states that the pieces end with; `d_initial` [N, H, K, V] is filled."""
-    Omega = call.new(pieces.count, call.H, call.K, call.V, dtype=torch.float32)
+    Omega = call.new(pieces.number, call.H, call.K, call.V, dtype=torch.float32)
     BV = min(call.V, 32 if call.V >= 64 else 64)
-    kda_split_kernel_omega[(call.V // BV * pieces.count * G,)](
+    kda_split_kernel_omega[(call.V // BV * pieces.number * G,)](
         *(work[name] for name in ("Qh", "Kt", "W", "P", "gam")), do, Omega, pieces.first_chunk, call.layout.chunks,
         call.T, call.H, head, G=G, K=call.K, V=call.V, BV=BV, TABLE=True, **call.common, STAGES=3, num_warps=4,
     )  # fmt: skip

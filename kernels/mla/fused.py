@@ -20,6 +20,8 @@ PROGRAMS = 132
 # Rounds of them among which the pieces of the context are chosen, the tiles whose time a program's start and end take, and
 # the keys below which a piece is not worth its merge.
 MOST_ROUNDS, OVERHEAD_TILES, LEAST_KEYS = 4, 3, 128
+# Pieces that a program of the merge reads at a time.
+MERGED = 256
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -33,18 +35,33 @@ def load_rows(pointer, offset, columns, WIDTH: tl.constexpr, PADDED: tl.constexp
 
 
 @triton.jit
-def hide_keys(scores, n, query, mask, keys, T: tl.constexpr, stride_s, LOWEST: tl.constexpr, MASK: tl.constexpr):
+def hide_keys(scores, n, query, value, keys, T: tl.constexpr, LOWEST: tl.constexpr, MASK: tl.constexpr):
     """Scores [BM, BN] in powers of two, with -inf where a query must not see a key.
 
-    n [1, BN] counts from the first key of the tile, which is that of `mask`; `keys` are left from there on.
+    n [1, BN] counts from the first key of the tile, which is that of the mask's `value`; `keys` are left from there on.
     """
     if MASK == "causal":
         return tl.where(n < keys - (T - 1) + query, scores, float("-inf"))
-    value = tl.load(mask + n * stride_s, mask=n < keys, other=0)
     if MASK == "bool":
         return tl.where((n < keys) & (value != 0), scores, float("-inf"))
     value = value.to(tl.float32)
     return tl.where((n < keys) & (value > LOWEST), scores + value * LOG2E, float("-inf"))
+
+
+@triton.jit
+def tile_scores(q, q_shared, c, shared, scale, always, P: tl.constexpr, PRECISION: tl.constexpr):
+    """[BM, BN] in powers of two, from q [BM, RP], q_shared [BM, PP], c [RP, BN], shared [PP, BN].
+
+    Triton gives a product that it sees to be used by another all its warps along the rows, and eight have 128 rows where
+    there are 64: both halves would compute the same. It does not look through a conditional; `always` is true. For the same
+    reason the two products do not share their sums.
+    """
+    scores = tl.zeros((q.shape[0], c.shape[1]), dtype=tl.float32)
+    if always:
+        scores = tl.dot(q, c, input_precision=PRECISION) * scale
+        if P > 0:
+            scores += tl.dot(q_shared, shared, input_precision=PRECISION) * scale
+    return scores
 
 
 @triton.jit(do_not_specialize=("S", "piece", "splits", "apart"))
@@ -73,10 +90,11 @@ def mla_decode_kernel(
     # Rows and keys beyond the end read the last ones; their results are not stored, their scores hidden.
     row = tl.minimum(m, ROWS - 1)
     q = load_rows(q_latent + sequence * ROWS * R, row * R, r, R, RP)  # [BM, RP]
+    q_shared = q
     if P > 0:
         q_shared = load_rows(q_rope + sequence * ROWS * P, row * P, p, P, PP)  # [BM, PP]
     top = tl.full((BM,), float("-inf"), dtype=tl.float32)
-    total = tl.zeros((BM,), dtype=tl.float32)
+    total = tl.zeros((BM, BN), dtype=tl.float32)  # of every BN-th key
     acc = tl.zeros((BM, RP), dtype=tl.float32)
     first = split * piece
     for start in tl.range(first, tl.minimum(first + piece, S), BN, num_stages=STAGES):
@@ -84,22 +102,29 @@ def mla_decode_kernel(
         key = tl.minimum(n, S - start - 1)
         tile = latent + (b * stride_latent_b + at * stride_latent_s)
         c = load_rows(tile, key * stride_latent_s, r, R, RP)  # [BN, RP]
-        scores = tl.dot(q, tl.trans(c), input_precision=PRECISION)  # [BM, BN]
+        shared = tl.trans(c)
         if P > 0:
             shared_tile = k_rope + (b * stride_rope_b + at * stride_rope_s)
-            shared = load_rows(shared_tile, key * stride_rope_s, p, P, PP)  # [BN, PP]
-            scores = tl.dot(q_shared, tl.trans(shared), scores, input_precision=PRECISION)
-        mask_tile = mask + (b * stride_mask_b + t * stride_mask_t + at * stride_mask_s)
-        scores = hide_keys(scores * scale, n[None, :], query, mask_tile, S - start, T, stride_mask_s, LOWEST, MASK)
-        new_top = tl.maximum(top, tl.max(scores, axis=1))
-        # Rows that have seen nothing: any finite number in place of -inf, whose difference from itself is not a number.
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weight = tl.exp2(scores - shift[:, None])
-        fade = tl.exp2(top - shift)
-        total = total * fade + tl.sum(weight, axis=1)
-        acc = acc * fade[:, None]
-        acc = tl.dot(weight.to(c.dtype), c, acc, input_precision=PRECISION)
-        top = new_top
+            shared = tl.trans(load_rows(shared_tile, key * stride_rope_s, p, P, PP))  # [PP, BN]
+        value = n[None, :]
+        if MASK != "causal":
+            mask_tile = mask + (b * stride_mask_b + t * stride_mask_t + at * stride_mask_s)
+            value = tl.load(mask_tile + n[None, :] * stride_mask_s, mask=n[None, :] < S - start, other=0)
+        # Always true. Triton starts the loads of the next tile before a conditional, but after all else of a step: the next
+        # step would wait for them at once. There is no room for a third tile.
+        if start < S:
+            scores = tile_scores(q, q_shared, tl.trans(c), shared, scale, splits > 0, P, PRECISION)
+            scores = hide_keys(scores, n[None, :], query, value, S - start, T, LOWEST, MASK)
+            new_top = tl.maximum(top, tl.max(scores, axis=1))
+            # Rows that have seen nothing: any finite number in place of -inf, whose difference from itself is not a number.
+            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+            weight = tl.exp2(scores - shift[:, None])
+            fade = tl.exp2(top - shift)
+            total = total * fade[:, None] + weight
+            acc = acc * fade[:, None]
+            acc = tl.dot(weight.to(c.dtype), c, acc, input_precision=PRECISION)
+            top = new_top
+    total = tl.sum(total, axis=1)
     acc = acc * (1.0 / tl.where(total > 0.0, total, 1.0))[:, None]  # zeros where no key was seen
     to = (sequence * splits + split) * ROWS + m
     there = m < ROWS
@@ -161,7 +186,7 @@ def _tiles(dtype: torch.dtype, R: int, P: int) -> dict:
         widths = {"RP": max(16, triton.next_power_of_2(R)), "PP": max(16, triton.next_power_of_2(P))}
         return widths | {"BM": 16, "BN": 16, "PRECISION": "ieee", "STAGES": 1, "num_warps": 4}
     widths = {"RP": max(64, triton.next_power_of_2(R)), "PP": max(64, triton.next_power_of_2(P))}
-    warps = 8 if widths["RP"] > 256 else 4  # 128 registers of sums in each thread
+    warps = 8 if widths["RP"] > 128 else 4  # at most 128 registers of sums in each thread
     return widths | {"BM": 64, "BN": 64, "PRECISION": "tf32", "STAGES": 2, "num_warps": warps}
 
 
@@ -201,9 +226,10 @@ def launch(q_latent, q_rope, latent, k_rope, scale, mask):
         FINAL=splits == 1, **tiles,
     )  # fmt: skip
     if splits > 1:
-        BR = min(64, tiles["RP"])
+        BR, SP = min(32, tiles["RP"]), triton.next_power_of_2(splits)
+        BS = min(MERGED, SP)
         mla_merge_kernel[(B * apart * rows, triton.cdiv(R, BR))](
-            parts, lse, o, rows, splits, R=R, BR=BR, BS=64, SP=triton.next_power_of_2(splits), num_warps=4
+            parts, lse, o, rows, splits, R=R, BR=BR, BS=BS, SP=SP, num_warps=max(1, BS // 32)
         )
     return o
 

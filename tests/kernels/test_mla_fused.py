@@ -40,11 +40,12 @@ def check(inputs, limit, mask=None, scale=SCALE):
 
 @pytest.fixture
 def short_pieces(monkeypatch):
-    """Contexts of a test are cut as long ones are."""
+    """Contexts of a test are cut and merged as long ones are."""
     from modeling_moe_lc.kernels.mla import fused
 
     monkeypatch.setattr(fused, "LEAST_KEYS", 16)
     monkeypatch.setattr(fused, "OVERHEAD_TILES", 0)
+    monkeypatch.setattr(fused, "MERGED", 2)
 
 
 @pytest.mark.parametrize("form", ["causal", "bool", "additive"])
