@@ -13,6 +13,7 @@ import torch
 from . import custom_ops_moe as moe
 from .custom_ops_moe import contiguous, like
 from .dispatch import TRACED, on_device_of
+from .sigmoid_gate.reference import sigmoid_gate_reference
 
 
 ops = torch.ops.moe_lc
@@ -300,6 +301,7 @@ def register_operators() -> None:
         short_convs=ops.short_convs,
         gated_rms_norm=ops.gated_rms_norm,
         rms_norm=ops.rms_norm,
+        sigmoid_gate=sigmoid_gate_reference,  # a compiler makes one kernel of it
         situ_glu=ops.situ_glu,
         attn_res=moe.attn_res_traced,
         attn_res_norm=moe.attn_res_norm_traced,

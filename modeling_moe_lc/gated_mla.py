@@ -9,11 +9,13 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .backends import operator_impl
 from .configuration.configuration_moe_lc import MLA_LATENT_NORM_EPS
 from .kernels.mla import mla_decode
+from .kernels.sigmoid_gate import sigmoid_gate
 from .norm import RMSNorm
 from .segments import Segments
 
@@ -96,20 +98,22 @@ class GatedMLA(nn.Module):
             o, weights = self.expanded_attention(q, latent, k_rope, attention_mask, **kwargs)
         o = o.flatten(-2)
         if config.mla_use_output_gate:
-            o = o * torch.sigmoid(self.g_proj(hidden_states).to(torch.promote_types(o.dtype, torch.float32))).to(
-                o.dtype
-            )
+            o = sigmoid_gate(o, self.g_proj(hidden_states), impl=operator_impl(config))
         return self.o_proj(o), weights  # [B, T, D]
 
     def expanded_attention(self, q, latent, k_rope, attention_mask, **kwargs):
         """Keys and values of every head from the latents `[B, S, R]`, through transformers' attention functions."""
-        kv = self.kv_b_proj(latent).unflatten(-1, (-1, self.nope_dim + self.v_dim)).transpose(1, 2)  # [B, H, S, ...]
-        k_nope, v = kv.split([self.nope_dim, self.v_dim], dim=-1)
-        k = torch.cat([k_nope, k_rope[:, None].expand(-1, kv.shape[1], -1, -1)], dim=-1)  # [B, H, S, nope + rope]
+        q, k, v = (x.transpose(1, 2) for x in (q, *self.keys_and_values(latent, k_rope)))  # [B, H, T or S, ...]
         attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
-        return attention(self, q.transpose(1, 2), k, v, attention_mask, scaling=self.scaling, dropout=0.0, **kwargs)
+        return attention(self, q, k, v, attention_mask, scaling=self.scaling, dropout=0.0, **kwargs)
+
+    def keys_and_values(self, latent, k_rope):
+        """Those of every head, `[B, S, H, nope + rope]` and `[B, S, H, V]`, from the latents `[B, S, R]`."""
+        kv = self.kv_b_proj(latent).unflatten(-1, (-1, self.nope_dim + self.v_dim))
+        k_nope, v = kv.split([self.nope_dim, self.v_dim], dim=-1)
+        return torch.cat([k_nope, k_rope[:, :, None].expand(-1, -1, kv.shape[2], -1)], dim=-1), v
 
     def absorbed_attention(self, q, latent, k_rope, attention_mask):
         """The same numbers from the latents alone: the key and value projections move onto query and output."""
@@ -125,6 +129,8 @@ class GatedMLA(nn.Module):
         """Each document of a packed batch for itself: memory stays linear in the number of tokens."""
         batch, length = q.shape[:2]
         q, latent, k_rope = (x.flatten(0, 1)[None] for x in (q, latent, k_rope))  # [1, B * T, ...]
+        if self.is_flash(q):
+            return self.flash_documents(q, latent, k_rope, segments).unflatten(0, (batch, length))
         borders = segments.cu_seqlens.tolist()
         outputs = [
             self.expanded_attention(q[:, a:b], latent[:, a:b], k_rope[:, a:b], None, **kwargs)[0]
@@ -132,3 +138,18 @@ class GatedMLA(nn.Module):
             if b > a
         ]
         return torch.cat(outputs, dim=1).unflatten(1, (batch, length))[0]  # [B, T, H, V]
+
+    def is_flash(self, q: torch.Tensor) -> bool:
+        width = self.nope_dim + self.rope_dim
+        fits = q.dtype in (torch.bfloat16, torch.float16) and self.v_dim <= width <= 256 and width % 8 == 0
+        return q.is_cuda and fits and operator_impl(self.config) != "reference"
+
+    def flash_documents(self, q, latent, k_rope, segments: Segments):
+        """All documents `[1, L, ...]` in one launch of the FlashAttention in torch, which wants values as wide as keys."""
+        k, v = self.keys_and_values(latent, k_rope)
+        v = F.pad(v, (0, k.shape[-1] - self.v_dim))
+        borders, longest = segments.cu_seqlens, segments.longest or q.shape[1]
+        o = torch.ops.aten._flash_attention_forward(
+            q[0], k[0], v[0], borders, borders, longest, longest, 0.0, True, False, scale=self.scaling
+        )[0]
+        return o[..., : self.v_dim]  # [L, H, V]

@@ -13,11 +13,17 @@ class Segments(NamedTuple):
     """Segments of a batch `[B, T]` flattened to `B * T` tokens.
 
     `cu_seqlens` `[N + 1]` int32: where each segment begins among the kept tokens. `kept`: indices of the real tokens in
-    the flattened batch, None when all are (a packed batch). Padded: one segment a row.
+    the flattened batch, None when all are (a packed batch). Padded: one segment a row. `longest`: tokens of the longest
+    document of a packed batch, None where nobody counted.
     """
 
     cu_seqlens: torch.Tensor
     kept: torch.Tensor | None = None
+    longest: int | None = None
+
+    @classmethod
+    def of_documents(cls, borders: torch.Tensor) -> "Segments":
+        return cls(borders.to(torch.int32), longest=int(borders.diff().max()))
 
     @property
     def packed(self) -> bool:
@@ -48,7 +54,7 @@ def packed_segments(
         borders = cu_seq_lens_q
         if borders.dim() != 1 or borders[0] != 0 or borders[-1] != total or (borders.diff() < 0).any():
             raise ValueError(f"cu_seq_lens_q: expected rising borders from 0 to {total}, got {borders.tolist()}")
-        return Segments(borders.to(torch.int32))
+        return Segments.of_documents(borders)
     if seq_idx is not None:
         starts = seq_idx.diff(dim=-1) != 0
     elif position_ids is not None and position_ids.dim() == 2 and position_ids.shape[-1] == length:
@@ -59,7 +65,7 @@ def packed_segments(
         return None
     starts = torch.nn.functional.pad(starts, (1, 0), value=True).expand(batch, length)  # every row starts a document
     begins = starts.flatten().nonzero()[:, 0].to(torch.int32)
-    return Segments(torch.nn.functional.pad(begins, (0, 1), value=total))
+    return Segments.of_documents(torch.nn.functional.pad(begins, (0, 1), value=total))
 
 
 def padded_segments(attention_mask: torch.Tensor | None, length: int) -> Segments | None:

@@ -210,8 +210,8 @@ def kda_fwd_kernel_prepare(
         x1 = tl.load(v + HALF * H * V + value, mask=i < length - HALF, other=0.0).to(DTYPE)
         u0 = tl.dot(M00, x0, input_precision=PRECISION)
         u1 = tl.dot(M11, x1, tl.dot(M10, x0, input_precision=PRECISION), input_precision=PRECISION)
-        tl.store(place, u0.to(DTYPE))
-        tl.store(place + HALF * V, u1.to(DTYPE))
+        tl.store(place, u0.to(U.dtype.element_ty))
+        tl.store(place + HALF * V, u1.to(U.dtype.element_ty))
 
 
 @triton.jit

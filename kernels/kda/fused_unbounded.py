@@ -149,7 +149,8 @@ def kda_unbounded_kernel_solve(
         tl.store(place, tl.dot(M, tl.load(place), input_precision=PRECISION).to(DTYPE))
     for c in tl.static_range(0, V, BN):
         vb = b * tl.load(v + (i * (H * V) + c + cn[None, :]), mask=i < length, other=0.0).to(tl.float32)
-        tl.store(U + (i * V + c + cn[None, :]), tl.dot(M, vb.to(DTYPE), input_precision=PRECISION).to(DTYPE))
+        u = tl.dot(M, vb.to(DTYPE), input_precision=PRECISION)
+        tl.store(U + (i * V + c + cn[None, :]), u.to(U.dtype.element_ty))
 
 
 @triton.jit

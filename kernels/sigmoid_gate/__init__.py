@@ -1,0 +1,4 @@
+from .api import sigmoid_gate
+
+
+__all__ = ["sigmoid_gate"]
