@@ -2,9 +2,11 @@
 
 import bisect
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 
@@ -38,26 +40,62 @@ def split_document(document: Sequence[int], length: int, prefix: Sequence[int] =
 
 
 def pack(documents: Sequence[Sequence[int]], length: int, prefix: Sequence[int] = ()) -> list[Pack]:
-    """Packs documents into sequences of at most `length` tokens by best-fit decreasing: from the longest document to
-    the shortest, each goes to the pack that it fills best, ties to the earliest. Deterministic, O(n log n) searches.
+    """Packs documents into sequences of at most `length` tokens, as `assign_packs` says; in a pack, from long to short.
 
     A document that fits into `length` is never split; a longer one is cut by `split_document` first.
     Raises ValueError as `split_document` does.
     """
     pieces = [piece for document in documents for piece in split_document(document, length, prefix)]
-    packs: list[list[list[int]]] = []
-    open_packs: list[tuple[int, int]] = []  # (free tokens, index), ascending
-    for piece in sorted(pieces, key=len, reverse=True):
-        place = bisect.bisect_left(open_packs, (len(piece), -1))
-        if place == len(open_packs):
-            free, index = length, len(packs)
-            packs.append([])
-        else:
-            free, index = open_packs.pop(place)
-        packs[index].append(piece)
-        if free > len(piece):
-            bisect.insort(open_packs, (free - len(piece), index))
+    places = assign_packs(np.array([len(piece) for piece in pieces], np.int64), length).tolist()
+    packs: list[list[list[int]]] = [[] for _ in range(max(places, default=-1) + 1)]
+    for place, piece in sorted(zip(places, pieces, strict=True), key=lambda item: -len(item[1])):
+        packs[place].append(piece)
     return [_join(pieces) for pieces in packs]
+
+
+def assign_packs(lengths: np.ndarray, length: int) -> np.ndarray:
+    """Which pack each piece goes to, by best-fit decreasing: from the longest piece to the shortest, each goes to the
+    pack that it fills best, ties to the earliest piece and pack.
+
+    `lengths` int64 [pieces], each from 1 to `length`; returns int64 [pieces], the packs numbered from 0 without a gap.
+    Pieces of one length are placed together: if the fullest packs that take one have room for k, each takes k. The
+    number of turns therefore grows with the number of different lengths, not of pieces.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    descending = lengths[order]
+    borders = [0, *(np.flatnonzero(np.diff(descending)) + 1).tolist(), len(lengths)]
+    places = np.empty(len(lengths), np.int64)
+    frees: list[int] = []  # ascending; the keys of `waiting`
+    waiting: dict[int, list[np.ndarray]] = {}  # free tokens: packs
+    count = 0
+
+    def put(free: int, packs: np.ndarray) -> None:
+        if free and len(packs):
+            if free not in waiting:
+                bisect.insort(frees, free)
+            waiting.setdefault(free, []).append(packs)
+
+    for begin, end in itertools.pairwise(borders):
+        while begin < end:
+            size = int(descending[begin])
+            place = bisect.bisect_left(frees, size)
+            if place < len(frees):
+                free = frees.pop(place)
+                packs = np.sort(np.concatenate(waiting.pop(free)), kind="stable")
+                each = free // size
+            else:
+                free, each = length, length // size
+                packs = np.arange(count, count + math.ceil((end - begin) / each))
+                count += len(packs)
+            taken = min(end - begin, each * len(packs))
+            places[order[begin : begin + taken]] = np.repeat(packs, each)[:taken]
+            full, rest = divmod(taken, each)
+            used = full + (rest > 0)
+            put(free - each * size, packs[:full])
+            put(free - rest * size, packs[full:used])
+            put(free, packs[used:])
+            begin += taken
+    return places
 
 
 def _join(documents: list[list[int]]) -> Pack:
