@@ -78,8 +78,7 @@ class KimiDeltaAttention(nn.Module):
         impl = operator_impl(self.config)
 
         inputs = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
-        taps = (self.q_conv1d(), self.k_conv1d(), self.v_conv1d())
-        (q, k, v), tails = short_convs(inputs, taps, states=conv_state, cu_seqlens=cu_seqlens, impl=impl)
+        (q, k, v), tails = self.convolutions(inputs, conv_state, cu_seqlens)
         g = self.f_b_proj(self.f_a_proj(x))
         q, k, v, g = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v, g))  # [B, T, H, K]
         o, state = self.delta_rule(q, k, v, g, self.b_proj(x), state, cu_seqlens)  # [B, T, H, V]
@@ -89,6 +88,10 @@ class KimiDeltaAttention(nn.Module):
         o = self.o_norm(o, self.output_gate(x).view_as(o), impl)
         output = self.o_proj(o.flatten(-2))  # [B, T, D]
         return output if segments is None else segments.unpack(output, batch, length), None
+
+    def convolutions(self, inputs, states, cu_seqlens):
+        taps = (self.q_conv1d(), self.k_conv1d(), self.v_conv1d())
+        return short_convs(inputs, taps, states=states, cu_seqlens=cu_seqlens, impl=operator_impl(self.config))
 
     def delta_rule(self, q, k, v, g, beta, state, cu_seqlens):
         A_log, dt_bias = self.decay()
