@@ -32,6 +32,10 @@ OPERATORS = {
     "router": (f"{PACKAGE}.training.bench_router", "routing to the best experts, with and without a histogram"),
     "attn-res": (f"{PACKAGE}.training.bench_attn_res", "block attention residual mix with the norm behind it"),
     "mla": (f"{PACKAGE}.training.bench_mla", "one-token attention over a long latent cache"),
+    "layer": (
+        f"{PACKAGE}.training.bench_layer",
+        "a decoder layer forward and backward: launched, its kernels alone, as a CUDA graph",
+    ),
 }
 
 OURS = "ours"

@@ -20,6 +20,7 @@ COMMANDS = {
         "write model files that load with trust_remote_code, without this package",
     ),
     "prepare": (f"{PACKAGE}.training.prepare", "tokenise documents from files, URLs or datasets into shards"),
+    "train": (f"{PACKAGE}.training.pretrain", "pretrain a model through stages of growing context, from a recipe"),
     "plot": (f"{PACKAGE}.training.plot", "draw the log of a run, finished or not, as one PNG"),
     "bench": (f"{PACKAGE}.training.bench", "measure an operator on this GPU beside other implementations"),
 }

@@ -63,7 +63,7 @@ def evaluate(model: nn.Module, packs: Sequence[Pack], tokens_per_forward: int) -
     nats, predictions, tokens = 0.0, 0, 0
     with evaluating(model), counting(model) as counts:
         for batch in _batches(packs, tokens_per_forward):
-            inputs = collate(batch)
+            inputs = {name: x.to(_device(model)) for name, x in collate(batch).items()}
             labels = inputs.pop("labels")[0]
             losses = token_losses(model(**inputs, use_cache=False).logits[0], labels)
             nats += losses.nansum(dtype=torch.float64).item()
@@ -86,7 +86,7 @@ def _batches(packs: Sequence[Pack], tokens: int) -> Iterator[list[Pack]]:
 def losses_in_one_document(model: nn.Module, input_ids: list[int], slice_length: int) -> torch.Tensor:
     """Nats of each token but the first of one long document, float32 [N - 1]: a prefill in slices through the cache, so
     that memory holds one slice and the cache whatever the length."""
-    tokens = torch.tensor(input_ids)
+    tokens = torch.tensor(input_ids, device=_device(model))
     losses, cache = [], None
     with evaluating(model):
         for start in range(0, len(tokens) - 1, slice_length):
@@ -102,13 +102,16 @@ def losses_in_pieces(model: nn.Module, input_ids: list[int], length: int) -> tor
     """As `losses_in_one_document`, but the text is cut into documents of `length` tokens; NaN at the first token of a
     piece. The same tokens with less in front of them: what is left of the difference is the use of long context."""
     losses = []
-    with evaluating(model):
-        for start in range(0, len(input_ids), length):
-            inputs = collate([Pack(piece := input_ids[start : start + length], [0, len(piece)])])
-            labels = inputs.pop("labels")[0]
-            losses.append(torch.tensor([math.nan]))
-            losses.append(token_losses(model(**inputs, use_cache=False).logits[0], labels))
+    for start in range(0, len(input_ids), length):
+        piece = input_ids[start : start + length]
+        losses.append(torch.full((1,), math.nan, device=_device(model)))
+        if len(piece) > 1:
+            losses.append(losses_in_one_document(model, piece, SLICE))
     return torch.cat(losses)[1:]
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
 
 
 def loss_by_position(model: nn.Module, input_ids: list[int], trained_length: int) -> dict:

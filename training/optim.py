@@ -130,10 +130,15 @@ def initialise(model: nn.Module) -> None:
             nn.init.zeros_(module.routed_expert_up_proj.weight if module.has_latent else module.experts.down_proj)
 
 
-def adamw(model: nn.Module, weight_decay: float = 0.1, betas: tuple[float, float] = (0.9, 0.95)) -> torch.optim.AdamW:
+def adamw(
+    model: nn.Module,
+    weight_decay: float = 0.1,
+    betas: tuple[float, float] = (0.9, 0.95),
+    embedding_rate: float = EMBEDDING_RATE,
+) -> torch.optim.AdamW:
     """AdamW with decay on matrices only; `set_learning_rate` before every step.
 
-    The embedding is a matrix, with a learning rate of its own.
+    The embedding is a matrix, with a learning rate of its own: `embedding_rate` times that of the others.
     """
     embedding = model.get_input_embeddings().weight
     matrices, others = [], []
@@ -141,7 +146,7 @@ def adamw(model: nn.Module, weight_decay: float = 0.1, betas: tuple[float, float
         if parameter is not embedding:
             (matrices if is_matrix(parameter) else others).append(parameter)
     groups = [
-        {"params": [embedding], "weight_decay": weight_decay, "rate": EMBEDDING_RATE},
+        {"params": [embedding], "weight_decay": weight_decay, "rate": embedding_rate},
         {"params": matrices, "weight_decay": weight_decay, "rate": 1.0},
         {"params": others, "weight_decay": 0.0, "rate": 1.0},
     ]

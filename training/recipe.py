@@ -117,7 +117,7 @@ class RouterBalance:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """Beside the end of each stage and of the run, which always save. `folder`: a path or URL; null: in `run`.
+    """Beside the end of each stage and of the run, which always save. `folder`: a path or URL; null: in `output_dir`.
     `every_minutes`, `every_steps`: whichever comes first; null: not. `keep`: how many of these."""
 
     folder: str | None = None
@@ -145,9 +145,9 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A run. `run`: its folder. Raises ValueError that lists every contradiction, one a line."""
+    """A run. `output_dir`: its folder. Raises ValueError that lists every contradiction, one a line."""
 
-    run: str
+    output_dir: str
     seed: int = 0
     model: ModelRecipe
     data: DataRecipe
@@ -184,7 +184,7 @@ class Recipe:
     @property
     def checkpoint_folder(self) -> str:
         """A path or URL."""
-        return self.checkpoints.folder or str(Path(self.run) / "checkpoints")
+        return self.checkpoints.folder or str(Path(self.output_dir) / "checkpoints")
 
     def step_tokens(self, stage: int) -> int:
         """Tokens of a step of stage number `stage`, if all packs are full."""

@@ -52,8 +52,8 @@ def _positive(values: dict[str, float | None]) -> Iterator[str]:
 
 
 def _numbers(recipe: "Recipe") -> Iterator[str]:
-    local = bool(recipe.run) and "://" not in recipe.run
-    yield from _expect(local, "run", "a local folder (checkpoints.folder may be a URL)", recipe.run)
+    local = bool(recipe.output_dir) and "://" not in recipe.output_dir
+    yield from _expect(local, "output_dir", "a local folder (checkpoints.folder may be a URL)", recipe.output_dir)
     yield from _expect(0 <= recipe.seed < 1 << 63, "seed", "0 to 2^63 - 1", recipe.seed)
     yield from _positive(
         {

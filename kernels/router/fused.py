@@ -1,9 +1,9 @@
-"""The router on a GPU: one launch forward, one backward; the logits are read once and their gradients written once.
+"""The router on a GPU: one launch forward, one more for a histogram, one backward.
 
-A program is one warp with all the experts of one token in registers. Each lane makes a list of its three best, and the
-best head of all lists is taken top_k + 1 times; once a list has run out, all are made anew from the experts that are left
-(at 896 experts and top-17 for one random token in fifteen). Values are compared as integers in the order of the floats,
-so that every choice is exact and ties go to the lowest expert.
+A program of the first is one warp with all the experts of one token in registers. Each lane makes a list of its three
+best, and the best head of all lists is taken top_k + 1 times; once a list has run out, all are made anew from the experts
+that are left (at 896 experts and top-17 for one random token in fifteen). Values are compared as integers in the order of
+the floats, so that every choice is exact and ties go to the lowest expert.
 """
 
 import math
@@ -21,6 +21,15 @@ MOST_CHOSEN = 32
 LANES = 32
 # Elements of d_logits that a program of the backward pass writes.
 BACKWARD_TILE = 4096
+# A program that fills the histogram has this many counters in shared memory, with which six fit on a multiprocessor; at
+# most a row of 128 bytes of FP32 logits; a tile of at least one logit for each thread, or else two would count one; and at
+# least so many tokens, to be worth the clearing and adding of its counters.
+COUNTERS = 8192
+RESERVE = tl.constexpr(f"{{ .shared .align 16 .b32 router_counters[{COUNTERS}]; mov.u32 $0, router_counters; }}")
+MOST_TOGETHER = 32
+HISTOGRAM_THREADS, HISTOGRAM_TILE = 256, 1024
+LEAST_SHARE = 1024
+HISTOGRAM_PROGRAMS = 132 * 6  # run at once on an H200
 LOG2E = tl.constexpr(1.4426950408889634)
 # Keys outside those of the floats from -inf (-0x7F800001) to NOT_A_NUMBER, which torch ranks above +inf.
 RUN_OUT = tl.constexpr(0x7FFFFFFF)
@@ -106,21 +115,6 @@ def bin_range(bias, e, E: tl.constexpr, inverse_bins):
 
 
 @triton.jit
-def add_required_bias(
-    logits, cutoff, low, width, histogram, bins, stride_e, stride_bin, experts, BE: tl.constexpr
-):  # fmt: skip
-    """Adds one token to the histogram: a few experts at a time, whose scores are computed again and take few registers."""
-    for first in range(0, experts, BE):
-        e = first + tl.arange(0, BE)
-        score = sigmoid(tl.load(logits + e, mask=e < experts, other=0.0).to(tl.float32))
-        at = tl.div_rn(cutoff - score - low, tl.broadcast_to(width, (BE,)))
-        # Truncation does as well as floor: what is below 0 becomes 0.
-        at = tl.minimum(tl.maximum(at.to(tl.int32), 0), bins - 1)
-        place = histogram + e.to(tl.int64) * stride_e + at * stride_bin
-        tl.atomic_add(place, tl.full((BE,), 1, tl.int64), mask=e < experts, sem="relaxed")
-
-
-@triton.jit(do_not_specialize=("bins",))
 def router_fwd_kernel(
     logits,  # [N, E]
     bias,  # [E] FP32
@@ -128,10 +122,9 @@ def router_fwd_kernel(
     indices, weights, scores,  # [N, K] int64, FP32, FP32
     counts,  # [E] int64
     cutoffs,  # [N] FP32
-    histogram,  # [E, bins] int64 (HISTOGRAM)
-    scaling, bins, inverse_bins, stride_e, stride_bin,
+    scaling,
     E: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, J: tl.constexpr, L: tl.constexpr, C: tl.constexpr,
-    RENORMALIZE: tl.constexpr, MASKED: tl.constexpr, HISTOGRAM: tl.constexpr,
+    RENORMALIZE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     logits += token * E
@@ -154,16 +147,101 @@ def router_fwd_kernel(
     tl.store(indices + token * K + slot, chosen.to(tl.int64), mask=used)
     tl.store(weights + token * K + slot, w * scaling, mask=used)
     tl.store(scores + token * K + slot, p, mask=used)
-    cutoff = float_of(last) if K < E else float("-inf")
-    tl.store(cutoffs + token, cutoff)
+    tl.store(cutoffs + token, float_of(last) if K < E else float("-inf"))
 
     counted = 1
     if MASKED:
         counted = tl.load(token_mask + token).to(tl.int32)
     tl.atomic_add(counts + chosen, tl.full((KP,), 1, tl.int64), mask=slot < K * counted, sem="relaxed")
-    if HISTOGRAM:
-        low, width = bin_range(bias, e, E, inverse_bins)
-        add_required_bias(logits, cutoff, low, width, histogram, bins, stride_e, stride_bin, E * counted, L * C)
+
+
+@triton.jit
+def reserved_counters(anything):
+    """Address of COUNTERS integers of shared memory beside what Triton reserves for itself.
+
+    Triton can address no shared memory, and its histogram counts bits: 32 instructions for 32 values and 1,024 bins.
+    """
+    return tl.inline_asm_elementwise(
+        RESERVE, "=r,r", [anything], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def clear_four(at):
+    return tl.inline_asm_elementwise(
+        "st.shared.v4.b32 [$1], {0, 0, 0, 0}; mov.u32 $0, 0;",
+        "=r,r", [at], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def add_one(at, counted):
+    return tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p red.shared.add.u32 [$1], 1; mov.u32 $0, 0; }",
+        "=r,r,r", [at, counted], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def read_one(at):
+    return tl.inline_asm_elementwise(
+        "ld.shared.b32 $0, [$1];",
+        "=r,r", [at], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=("N", "share", "bins"))
+def router_histogram_kernel(
+    logits,  # [N, E]
+    bias,  # [E] FP32
+    token_mask,  # [N] (MASKED)
+    cutoffs,  # [N] FP32
+    histogram,  # [E, bins] int64
+    N, share, bins, inverse_bins, stride_e, stride_bin,
+    E: tl.constexpr, EP: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr, THREADS: tl.constexpr,
+    MASKED: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
+    """Adds the required biases of BE experts in `share` tokens, counted in shared memory first (SHARED).
+
+    The scores are those of the first launch: the same instructions give the same bits.
+    """
+    low, width = bin_range(bias, tl.arange(0, EP), E, inverse_bins)
+    e, row = tl.arange(0, BE)[None, :], tl.arange(0, BT)[:, None]
+    experts = tl.minimum(E - tl.program_id(0) * BE, BE)
+    first = tl.program_id(1).to(tl.int64) * share
+    tokens = tl.minimum(N - first, share).to(tl.int32)
+    logits += first * E + tl.program_id(0) * BE
+    cutoffs += first
+    token_mask += first
+    histogram += tl.program_id(0).to(tl.int64) * BE * stride_e
+    if SHARED:
+        counters = reserved_counters(experts)
+        for i in range(0, BE * bins, 4 * THREADS):
+            clear_four(counters + 4 * (i + 4 * tl.arange(0, THREADS)))
+        tl.debug_barrier()
+    for i in range(0, tokens, BT):
+        counted = row < tokens - i  # [BT, 1]
+        here = counted & (e < experts)
+        cutoff = tl.load(cutoffs + i + row, mask=counted, other=0.0)
+        score = sigmoid(tl.load(logits + row * E + e, mask=here, other=0.0).to(tl.float32))
+        if MASKED:
+            here = here & (tl.load(token_mask + i + row, mask=counted, other=0) != 0)
+        at = tl.div_rn(cutoff - score - low, tl.broadcast_to(width, (BT, BE)))
+        # Truncation does as well as floor: what is below 0 becomes 0.
+        at = tl.minimum(tl.maximum(at.to(tl.int32), 0), bins - 1)
+        if SHARED:
+            add_one(counters + 4 * (e * bins + at), here.to(tl.int32))
+        else:
+            place = histogram + e.to(tl.int64) * stride_e + at.to(tl.int64) * stride_bin
+            tl.atomic_add(place, tl.full((BT, BE), 1, tl.int64), mask=here, sem="relaxed")
+        logits += BT * E
+    if SHARED:
+        tl.debug_barrier()
+        for i in range(0, experts * bins, THREADS):
+            counter = i + tl.arange(0, THREADS)
+            found = read_one(counters + 4 * counter)
+            place = histogram + (counter // bins).to(tl.int64) * stride_e + (counter % bins).to(tl.int64) * stride_bin
+            tl.atomic_add(place, found.to(tl.int64), mask=(counter < experts * bins) & (found != 0), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=("N",))
@@ -214,6 +292,21 @@ def _tile(E: int, element_size: int) -> dict[str, int]:
     return {"J": padded // (LANES * C), "L": LANES, "C": C}
 
 
+def histogram_grid(N: int, E: int, bins: int) -> tuple[tuple[int, int], int, int, int]:
+    """The grid, blocks of experts by shares of tokens; tokens of a share; experts of a block; tokens at a time.
+
+    As many experts as there is room for their counters, or any number where one expert's find none; as many programs as
+    run at once.
+    """
+    room = COUNTERS // bins or MOST_TOGETHER
+    BE = min(1 << (room.bit_length() - 1), MOST_TOGETHER, triton.next_power_of_2(E))
+    BT = HISTOGRAM_TILE // BE
+    blocks = triton.cdiv(E, BE)
+    shares = min(max(1, HISTOGRAM_PROGRAMS // blocks), triton.cdiv(N, LEAST_SHARE))
+    share = BT * triton.cdiv(N, shares * BT)
+    return (blocks, triton.cdiv(N, share)), share, BE, BT
+
+
 def launch_forward(logits, bias, top_k, renormalize, scaling, token_mask, histogram):
     """indices, weights, counts, cutoff as in `api.route`, and the scores [N, top_k] that the backward pass needs."""
     N, E = logits.shape
@@ -221,18 +314,31 @@ def launch_forward(logits, bias, top_k, renormalize, scaling, token_mask, histog
     weights, scores = (logits.new_empty(N, top_k, dtype=torch.float32) for _ in range(2))
     counts = torch.zeros(E, dtype=torch.int64, device=logits.device)
     cutoff = logits.new_empty(N, dtype=torch.float32)
-    bins, strides = (1, (1, 1)) if histogram is None else (histogram.shape[1], histogram.stride())
     if N:
-        # Fused multiply-adds off: score + bias would otherwise add the bias to a score that is not yet rounded. The inverse
-        # of `bins` is what torch multiplies by on a GPU where it divides by a number.
+        # Fused multiply-adds off: score + bias would otherwise add the bias to a score that is not yet rounded.
         router_fwd_kernel[(N,)](
             logits, bias, logits if token_mask is None else token_mask, indices, weights, scores, counts, cutoff,
-            counts if histogram is None else histogram, scaling, bins, 1 / bins, *strides,
-            E=E, K=top_k, KP=triton.next_power_of_2(top_k + 1), **_tile(E, logits.element_size()),
-            RENORMALIZE=renormalize, MASKED=token_mask is not None, HISTOGRAM=histogram is not None,
-            num_warps=1, enable_fp_fusion=False,
+            scaling, E=E, K=top_k, KP=triton.next_power_of_2(top_k + 1), **_tile(E, logits.element_size()),
+            RENORMALIZE=renormalize, MASKED=token_mask is not None, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
+        if histogram is not None:
+            launch_histogram(logits, bias, token_mask, cutoff, histogram)
     return indices, weights, counts, cutoff, scores
+
+
+def launch_histogram(logits, bias, token_mask, cutoff, histogram):
+    """Adds the required biases of the counted tokens to `histogram` [E, bins]."""
+    (N, E), bins = logits.shape, histogram.shape[1]
+    grid, share, BE, BT = histogram_grid(N, E, bins)
+    compiled = isinstance(router_histogram_kernel, triton.JITFunction)  # the interpreter knows no assembly
+    # The inverse of `bins` is what torch multiplies by on a GPU where it divides by a number.
+    router_histogram_kernel[grid](
+        logits, bias, logits if token_mask is None else token_mask, cutoff, histogram,
+        N, share, bins, 1 / bins, *histogram.stride(), E=E, EP=triton.next_power_of_2(E), BE=BE, BT=BT,
+        THREADS=HISTOGRAM_THREADS, MASKED=token_mask is not None,
+        SHARED=bins <= COUNTERS and compiled and torch.version.hip is None,
+        num_warps=HISTOGRAM_THREADS // LANES, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def launch_backward(indices, scores, d_weights, num_experts, dtype, renormalize, scaling):

@@ -10,7 +10,8 @@ from modeling_moe_lc.kernels.router import route
 
 triton = pytest.importorskip("triton")
 tl = triton.language
-sigmoid = importlib.import_module("modeling_moe_lc.kernels.router.fused").sigmoid
+fused = importlib.import_module("modeling_moe_lc.kernels.router.fused")
+sigmoid = fused.sigmoid
 
 
 LIMIT = 1e-6  # relative, FP32; measured under the interpreter: at most 2e-7
@@ -51,14 +52,14 @@ def own_scores(logits):
     return scores[: logits.numel()].view_as(logits)
 
 
-def assert_exact(logits, bias, top_k, bins, monkeypatch):
+def assert_exact(logits, bias, top_k, bins, monkeypatch, token_mask=None):
     """The reference, given the kernel's scores, has the same choice, counts, cutoffs and histogram to the bit."""
     histograms = [torch.zeros(len(bias), bins, dtype=torch.int64, device=logits.device) for _ in range(2)]
-    ours = route(logits, bias, top_k, histogram=histograms[0], impl="triton")
+    ours = route(logits, bias, top_k, token_mask=token_mask, histogram=histograms[0], impl="triton")
     scores = own_scores(logits)
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "sigmoid", lambda _: scores)
-        theirs = route(logits, bias, top_k, histogram=histograms[1], impl="reference")
+        theirs = route(logits, bias, top_k, token_mask=token_mask, histogram=histograms[1], impl="reference")
     for i in (0, 2, 3):
         assert torch.equal(ours[i], theirs[i])
     assert error(ours[1], theirs[1]) < LIMIT
@@ -144,6 +145,39 @@ def test_histograms_of_any_strides_are_added_to():
     assert torch.equal(plain, strided) and torch.equal(plain.sum(1), torch.full((20,), 56))
 
 
+BINS = [1, 7, 1000, 1024, 5000, 20_000]
+
+
+@pytest.mark.parametrize("bins, masked", [*zip(BINS, [True, False] * 3, strict=True), (1000, True)])
+def test_histograms_of_any_size_and_many_shares(bins, masked, monkeypatch):
+    monkeypatch.setattr(fused, "HISTOGRAM_TILE", 64)
+    monkeypatch.setattr(fused, "LEAST_SHARE", 20)
+    N, E = 70, 37 if bins < 5000 else 5
+    logits, bias, _ = make(N, E)
+    cutoff = torch.linspace(0.2, 1.5, N)
+    mask = torch.arange(N) % 3 != 0 if masked else None
+    assert min(fused.histogram_grid(N, E, bins)[0]) > 1 or bins > fused.COUNTERS
+    histogram = torch.ones(E, bins, dtype=torch.int64)
+    for _ in range(2):
+        fused.launch_histogram(logits, bias, mask, cutoff, histogram)
+    low, width = bias.min() - 1, (bias.max() - bias.min() + 2) * (1 / bins)  # as on a GPU
+    index = ((cutoff[:, None] - own_scores(logits) - low) / width).long().clamp(0, bins - 1)
+    counted = 2 * torch.ones(N, dtype=torch.int64) if mask is None else 2 * mask.long()
+    assert torch.equal(histogram, 1 + torch.zeros_like(histogram).scatter_add_(1, index.T, counted.expand(E, -1)))
+
+
+def test_programs_of_the_histogram_cover_all_and_have_room():
+    for N in (1, 100, 8192, 65_536, 2**21 + 1):
+        for E in (1, 37, 64, 896, 1024):
+            for bins in (1, 7, 255, 1000, 1024, 1025, 5000, 8192, 8193, 100_000):
+                (blocks, shares), share, BE, BT = fused.histogram_grid(N, E, bins)
+                assert blocks * BE >= E and shares * share >= N > (shares - 1) * share and share % BT == 0
+                assert BE * bins <= fused.COUNTERS or bins > fused.COUNTERS
+                assert BE * BT == fused.HISTOGRAM_TILE >= fused.HISTOGRAM_THREADS
+                assert blocks * shares <= fused.HISTOGRAM_PROGRAMS or shares == 1
+    assert fused.histogram_grid(65_536, 896, 1000)[0] == (112, 7)
+
+
 def test_tokens_are_independent_to_the_bit():
     logits, bias, cotangent = make(6, 70)
     before = run(logits, bias, 9, cotangent)
@@ -207,6 +241,36 @@ def test_exact_on_a_gpu(N, E, top_k, monkeypatch, poison_empty):
     assert_exact(logits, bias, top_k, 1000, monkeypatch)
     assert_exact(logits.round(), bias, top_k, 1000, monkeypatch)
     assert_exact(torch.zeros_like(logits[:32]), bias * 0, top_k, 1000, monkeypatch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("bins", [*BINS, 40, 500, 2048, 8192])
+def test_histograms_of_any_size_on_a_gpu(bins, masked, dtype, monkeypatch, poison_empty):
+    for N, E, top_k in ((20_000, 896, 16), (3001, 37, 5), (1100, 1024, 32), (7, 3, 1)):
+        logits, bias, _ = make(N, E, dtype=dtype, device="cuda")
+        mask = torch.rand(N, device="cuda") < 0.7 if masked else None
+        assert_exact(logits.float(), bias, top_k, bins, monkeypatch, mask)
+        assert_exact(logits.float() * 0, bias * 0, top_k, bins, monkeypatch, mask)
+        plain, strided = torch.zeros(E, bins, dtype=torch.int64, device="cuda"), logits.new_zeros(bins, 2 * E).long()
+        route(logits.float(), bias, top_k, token_mask=mask, histogram=plain, impl="triton")
+        for _ in range(2):
+            route(logits, bias, top_k, token_mask=mask, histogram=strided.T[::2], impl="triton")
+        assert torch.equal(strided.T[::2], 2 * plain) and not strided.T[1::2].any()
+
+
+@pytest.mark.gpu
+def test_a_graph_adds_at_every_replay_on_a_gpu():
+    logits, bias, _ = make(20_000, 896, device="cuda")
+    once, histogram = (torch.zeros(896, 1000, dtype=torch.int64, device="cuda") for _ in range(2))
+    route(logits, bias, 16, histogram=once, impl="triton")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        route(logits, bias, 16, histogram=histogram, impl="triton")
+    for _ in range(3):
+        graph.replay()
+    assert torch.equal(histogram, 3 * once) and torch.equal(once.sum(1), torch.full_like(once[:, 0], 20_000))
 
 
 @pytest.mark.gpu

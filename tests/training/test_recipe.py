@@ -19,7 +19,7 @@ from modeling_moe_lc.training.shards import write_manifest, write_shard
 
 # 100 steps of 1,024 tokens in three stages: 60, 30 and 10.
 SMALL = """
-run: runs/small
+output_dir: runs/small
 model: {base: tiny}
 data: {folders: {web: data/web, code: data/code}}
 tokens_per_step: 1_024
@@ -61,8 +61,8 @@ def test_text_loads_as_an_equal_recipe(name, tmp_path):
 
 
 def test_text_keeps_words_that_look_like_something_else(small, tmp_path):
-    odd = small("--run", "'1e9'", "--stages.0.name", "'no'", "--model.config", "{eos_token_id: [1, 2]}")
-    assert (odd.run, odd.stages[0].name, odd.model.config) == ("1e9", "no", {"eos_token_id": [1, 2]})
+    odd = small("--output_dir", "'1e9'", "--stages.0.name", "'no'", "--model.config", "{eos_token_id: [1, 2]}")
+    assert (odd.output_dir, odd.stages[0].name, odd.model.config) == ("1e9", "no", {"eos_token_id": [1, 2]})
     (tmp_path / "odd.yaml").write_text(recipe_text(odd))
     assert load_recipe(tmp_path / "odd.yaml") == odd
 
@@ -89,16 +89,16 @@ def test_overrides_change_what_they_name(small):
     (
         (["--optimizer.lr", "1"], "optimizer.lr: expected one of the fields kind, learning_rate"),
         (["--stages.0.mix", "1"], "stages.0.mix: expected one of the fields"),
-        (["--speed", "1"], "speed: expected one of the fields run, seed"),
+        (["--speed", "1"], "speed: expected one of the fields output_dir, seed"),
         (["--stages.3.tokens", "1"], "stages.3.tokens: expected a number below 3 after 'stages', got '3'"),
         (["--stages.first.tokens", "1"], "stages.first.tokens: expected a number below 3"),
-        (["--run.name", "1"], "run.name: expected a field, but run is 'runs/small'"),
+        (["--output_dir.name", "1"], "output_dir.name: expected a field, but output_dir is 'runs/small'"),
         (["3e-4"], "overrides: expected --NAME before a value, got '3e-4'"),
         (["--seed", "[1"], "--seed: expected YAML, got"),
         (["--seed", "1.5"], "seed: expected a whole number, got 1.5"),
         (["--seed", "true"], "seed: expected a whole number, got True"),
         (["--seed", "one"], "seed: expected a whole number, got 'one'"),
-        (["--run", "1"], "run: expected text, got 1"),
+        (["--output_dir", "1"], "output_dir: expected text, got 1"),
         (["--model.compile", "1"], "model.compile: expected true or false, got 1"),
         (["--model.dtype", "bf16"], "model.dtype: expected one of 'bfloat16', 'float32', 'float64', got 'bf16'"),
         (["--optimizer.learning_rate", ".nan"], "optimizer.learning_rate: expected a number, got nan"),
@@ -124,18 +124,20 @@ def test_files_that_are_no_recipe_are_refused(tmp_path):
     path = tmp_path / "broken.yaml"
     assert refusals(load_recipe, path)[0].startswith("recipe: expected a file or one of 1b-8k-to-1m, ")
     for text, found in (
-        ("run: [", "expected YAML"),
-        ("run: a\nseed: 1\nrun: b", "run: expected once"),
+        ("output_dir: [", "expected YAML"),
+        ("output_dir: a\nseed: 1\noutput_dir: b", "output_dir: expected once"),
     ):
         path.write_text(text)
         lines = "\n".join(refusals(load_recipe, path))
         assert str(path) in lines and found in lines
     path.write_text("- a\n")
     assert refusals(load_recipe, path) == ["recipe: expected a mapping, got ['a']"]
-    assert refusals(load_recipe, path, ["--run", "x"]) == ["run: expected a number below 1 first, got 'run'"]
+    assert refusals(load_recipe, path, ["--output_dir", "x"]) == [
+        "output_dir: expected a number below 1 first, got 'output_dir'"
+    ]
     path.write_text("")
     fields = [line.partition(":")[0] for line in refusals(load_recipe, path)]
-    assert fields == ["run", "model", "data", "tokens_per_step", "stages", "optimizer"]
+    assert fields == ["output_dir", "model", "data", "tokens_per_step", "stages", "optimizer"]
 
 
 def test_all_problems_of_a_kind_come_at_once(small):
@@ -153,8 +155,8 @@ def test_all_problems_of_a_kind_come_at_once(small):
 @pytest.mark.parametrize(
     ("words", "found"),
     (
-        ("--run ''", "run: expected a local folder"),
-        ("--run s3://bucket/run", "run: expected a local folder"),
+        ("--output_dir ''", "output_dir: expected a local folder"),
+        ("--output_dir s3://bucket/run", "output_dir: expected a local folder"),
         ("--seed -1", "seed: expected 0 to 2^63 - 1, got -1"),
         (
             "--tokens_per_step 1000",

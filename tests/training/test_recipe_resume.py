@@ -17,7 +17,15 @@ def ladder(*overrides: str) -> Recipe:
 
 def test_what_may_change_on_resume():
     changed = ladder(
-        *("--run", "elsewhere", "--data.folders.text", "moved", "--logging.every_steps", "1", "--model.compile"),
+        *(
+            "--output_dir",
+            "elsewhere",
+            "--data.folders.text",
+            "moved",
+            "--logging.every_steps",
+            "1",
+            "--model.compile",
+        ),
         *("--stages.0.micro_batch", "1", "--stages.2.context_parallel", "2", "--optimizer.learning_rate", "1e-3"),
         *("--stages.1.tokens", "2e9", "--stages.2.name", "last", "--stages.2.sequence_length", "65536"),
         *("--stages.0.mixture", "{code: 3, text: 7}", "--checkpoints.keep", "9", "--optimizer.momentum", "0.95"),

@@ -6,7 +6,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from modeling_moe_lc import MoeLcForCausalLM
 from modeling_moe_lc.configuration.presets import load_preset
-from modeling_moe_lc.training.router_balance import RouterBalanceCallback
+from modeling_moe_lc.training.callback import MoeLcCallback
 
 
 @pytest.mark.parametrize("flattening", [True, False], ids=["packed", "rows"])
@@ -32,7 +32,7 @@ def test_trainer_learns_and_balances(tmp_path, flattening):
         ),
         train_dataset=rows,
         data_collator=DataCollatorWithFlattening(return_flash_attn_kwargs=True) if flattening else None,
-        callbacks=[RouterBalanceCallback()],
+        callbacks=[MoeLcCallback()],
     )
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

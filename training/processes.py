@@ -1,0 +1,86 @@
+"""The processes of a run, and how they share a model: FSDP2 with a unit for each decoder layer.
+
+One process, torchrun and `accelerate launch` are the same to what uses this.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from accelerate import PartialState
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from ..norm import FullPrecision
+
+
+# A layer hands finished blocks through to the next one, which FSDP2 takes for views; nothing here works in place.
+warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process, number `rank` of `count`, and where it computes."""
+
+    rank: int
+    count: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """Over all processes, in place."""
+        if self.count > 1:
+            dist.all_reduce(tensor)
+
+    def maximum(self, tensor: torch.Tensor) -> None:
+        """Over all processes, in place."""
+        if self.count > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+
+    def barrier(self) -> None:
+        if self.count > 1:
+            dist.barrier()
+
+    def mesh(self, context_parallel: int) -> DeviceMesh:
+        """[data, context]: neighbours share a sequence."""
+        shape = self.count // context_parallel, context_parallel
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=("data", "context"))
+
+
+@contextlib.contextmanager
+def processes() -> Iterator[Processes]:
+    """Joins the processes that a launcher started, or stands alone; a process group is there in both cases."""
+    state = PartialState()
+    alone = not dist.is_initialized()
+    if alone:
+        backend = "nccl" if state.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield Processes(dist.get_rank(), dist.get_world_size(), state.device)
+    finally:
+        if alone:
+            dist.destroy_process_group()
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """Splits `model` over all ranks of a mesh of one dimension; forward and backward compute in `dtype`.
+
+    Parameters stay what they are, and gradients are summed up in their dtype. What is always in full precision is a unit
+    of its own in each layer: FSDP2 casts a whole unit. In a KDA layer that unit is held from its first module to its
+    last, since some hand out their parameters.
+    """
+    stored = next(model.parameters()).dtype
+    low = MixedPrecisionPolicy() if dtype == stored else MixedPrecisionPolicy(dtype, stored, cast_forward_inputs=False)
+    full = MixedPrecisionPolicy(cast_forward_inputs=False)
+    for layer in model.model.layers:
+        if exact := [module for module in layer.modules() if isinstance(module, FullPrecision)]:
+            fully_shard(exact, mesh=mesh, mp_policy=full)
+        fully_shard(layer, mesh=mesh, mp_policy=low)
+    fully_shard(model, mesh=mesh, mp_policy=low)

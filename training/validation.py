@@ -1,0 +1,72 @@
+"""The loss on held-out documents, over all processes, packed and split as in training."""
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from .batches import Batches
+from .evaluate import evaluating
+from .mixture import StageData
+from .processes import Processes
+from .recipe import Recipe
+from .shards import TokenShards
+
+
+BY_POSITION = 4  # times the length of a stage: the text whose loss by position is measured at its end
+
+
+def held_out(recipe: Recipe, stage: int, folder: str) -> StageData:
+    """The validation documents of one folder, in packs of the length of a stage."""
+    settings = recipe.stages[stage]
+    return StageData(
+        {folder: 1.0},
+        sequence_length=settings.sequence_length,
+        sequences_per_step=recipe.sequences_per_step(stage),
+        split=recipe.data.validation_split,
+    )
+
+
+def validation_losses(model: nn.Module, recipe: Recipe, stage: int, batches: Batches, processes: Processes) -> dict:
+    """Nats per predicted token of each folder of a stage, by its name in the recipe, and their mean weighted as in training.
+
+    At most `data.validation_tokens` of a folder are read, in whole steps, and at least one step.
+    """
+    weights = recipe.mixture(stage)
+    losses = {}
+    for name, folder in recipe.data.folders.items():
+        if folder not in weights:
+            continue
+        data = held_out(recipe, stage, folder)
+        available = int(TokenShards(folder, data.split).lengths.sum())
+        steps = max(1, min(recipe.data.validation_tokens, available) // recipe.step_tokens(stage))
+        sums = torch.zeros(2, dtype=torch.float64, device=processes.device)
+        with chunked_evaluation(model):
+            for batch in itertools.chain.from_iterable(batches.steps(data, 0, steps)):
+                sums[0] += model(**batch.inputs).loss.double() * batch.nats
+                sums[1] += batch.predictions
+        processes.sum(sums)
+        nats, predictions = sums.tolist()
+        losses[name] = nats / predictions
+    share = {name: weights[recipe.data.folders[name]] for name in losses}
+    mean = sum(losses[name] * share[name] for name in losses) / sum(share.values())
+    return {"loss": mean, "losses": losses}
+
+
+def long_text(recipe: Recipe, stage: int) -> list[int] | None:
+    """Held-out tokens of the first folder of a stage, documents end to end, BY_POSITION times its length; None: too few."""
+    wanted = BY_POSITION * recipe.stages[stage].sequence_length
+    shards = TokenShards(next(iter(recipe.mixture(stage))), recipe.data.validation_split)
+    documents = (shards.document(i).tolist() for i in range(len(shards)))
+    tokens = list(itertools.islice(itertools.chain.from_iterable(documents), wanted))
+    return tokens if len(tokens) == wanted else None
+
+
+@contextlib.contextmanager
+def chunked_evaluation(model: nn.Module) -> Iterator[None]:
+    """Evaluation, but the head computes its loss over chunks of tokens as in training: all logits would not fit."""
+    with evaluating(model):
+        model.training = True  # of the head alone; the layers stay in evaluation
+        yield
