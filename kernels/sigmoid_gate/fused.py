@@ -82,7 +82,8 @@ class _SigmoidGate(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        return _backward(*ctx.saved_tensors, dy)
+        o, gate = ctx.saved_tensors
+        return _backward(o, gate, dy)
 
 
 def sigmoid_gate_fused(o, gate):
