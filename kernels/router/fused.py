@@ -21,15 +21,15 @@ MOST_CHOSEN = 32
 LANES = 32
 # Elements of d_logits that a program of the backward pass writes.
 BACKWARD_TILE = 4096
-# A program that fills the histogram has this many counters in shared memory, with which six fit on a multiprocessor; at
+# A program that fills the histogram has this many counters in shared memory, with which three fit on a multiprocessor; at
 # most a row of 128 bytes of FP32 logits; a tile of at least one logit for each thread, or else two would count one; and at
 # least so many tokens, to be worth the clearing and adding of its counters.
 COUNTERS = 8192
 RESERVE = tl.constexpr(f"{{ .shared .align 16 .b32 router_counters[{COUNTERS}]; mov.u32 $0, router_counters; }}")
 MOST_TOGETHER = 32
-HISTOGRAM_THREADS, HISTOGRAM_TILE = 256, 1024
+HISTOGRAM_THREADS, HISTOGRAM_TILE = 512, 2048
 LEAST_SHARE = 1024
-HISTOGRAM_PROGRAMS = 132 * 6  # run at once on an H200
+HISTOGRAM_PROGRAMS = 132 * 3  # run at once on an H200
 LOG2E = tl.constexpr(1.4426950408889634)
 # Keys outside those of the floats from -inf (-0x7F800001) to NOT_A_NUMBER, which torch ranks above +inf.
 RUN_OUT = tl.constexpr(0x7FFFFFFF)

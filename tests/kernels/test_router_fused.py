@@ -175,7 +175,7 @@ def test_programs_of_the_histogram_cover_all_and_have_room():
                 assert BE * bins <= fused.COUNTERS or bins > fused.COUNTERS
                 assert BE * BT == fused.HISTOGRAM_TILE >= fused.HISTOGRAM_THREADS
                 assert blocks * shares <= fused.HISTOGRAM_PROGRAMS or shares == 1
-    assert fused.histogram_grid(65_536, 896, 1000)[0] == (112, 7)
+    assert fused.histogram_grid(65_536, 896, 1000)[0] == (112, 3)
 
 
 def test_tokens_are_independent_to_the_bit():

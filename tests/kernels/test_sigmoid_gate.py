@@ -58,7 +58,7 @@ def test_refusals_name_the_argument():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype, limit", [(torch.bfloat16, 3e-3), (torch.float32, 1e-6)], ids=str)
+@pytest.mark.parametrize("dtype, limit", [(torch.bfloat16, 3e-3), (torch.float32, 3e-6)], ids=str)
 @pytest.mark.parametrize("shape", [(1, 7), (3, 8192, 1024)])
 def test_on_a_gpu_against_fp64(shape, dtype, limit, poison_empty):
     inputs = make(*shape, dtype=dtype, device="cuda")

@@ -18,7 +18,7 @@ def relative(a, b):
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    config = load_preset("200m-a90m", num_hidden_layers=4)
+    config = load_preset("200m-a90m")
     return MoeLcForCausalLM(config).to("cuda", torch.bfloat16)
 
 
