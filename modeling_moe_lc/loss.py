@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+
+from .kernels.cross_entropy import cross_entropy_with_gradient
 
 
 def keep_logits(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
@@ -21,6 +22,7 @@ def keep_logits(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor)
     return torch.take_along_dim(hidden_states, logits_to_keep[..., None], dim=1)
 
 
+@torch.compiler.disable
 def chunked_causal_lm_loss(
     hidden_states: torch.Tensor,
     lm_head: nn.Module,
@@ -30,22 +32,55 @@ def chunked_causal_lm_loss(
     num_items_in_batch: torch.Tensor | int | None = None,
     shift_labels: torch.Tensor | None = None,
     ignore_index: int = -100,
+    impl: str = "auto",
 ) -> torch.Tensor:
     """Equals transformers' causal loss on `lm_head(hidden_states)`, holding the logits of `chunk_size` tokens at a time.
 
-    `hidden_states` `[B, T, D]`, `labels` `[B, T]` (shifted here unless `shift_labels` brings them shifted). The logits
-    are computed again in the backward pass. The sum is divided by `num_items_in_batch`, or by the number of labels.
+    `hidden_states` `[B, T, D]`, `labels` `[B, T]` (shifted here unless `shift_labels` brings them shifted). The gradients
+    of the sum are computed with it, chunk by chunk, so that no logits are kept or computed twice: beside the gradient of
+    `hidden_states` there is one of each parameter of the head, in FP32. The sum is divided by `num_items_in_batch`, or by
+    the number of labels.
     """
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     hidden_states, targets = hidden_states.flatten(0, -2), shift_labels.flatten().to(hidden_states.device)
-
-    def chunk_loss(hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        logits = lm_head(hidden)  # [chunk, vocabulary]
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="sum")
-
-    chunks = zip(hidden_states.split(chunk_size), targets.split(chunk_size), strict=True)
-    total = sum(checkpoint(chunk_loss, hidden, target, use_reentrant=False) for hidden, target in chunks)
+    parameters = [parameter for parameter in lm_head.parameters() if parameter.requires_grad]
+    total = _SummedLoss.apply(hidden_states, targets, lm_head, chunk_size, ignore_index, impl, *parameters)
     items = (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
     return total / items
+
+
+class _SummedLoss(torch.autograd.Function):
+    """Nats of all targets; its gradients are there before the backward pass, which only scales them."""
+
+    @staticmethod
+    def forward(ctx, hidden_states, targets, lm_head, chunk_size, ignore_index, impl, *parameters):
+        wanted = any(ctx.needs_input_grad)
+        nats, by_hidden, by_parameter = [], [], [None] * len(parameters)
+        for hidden, target in zip(hidden_states.split(chunk_size), targets.split(chunk_size), strict=True):
+            hidden = hidden.detach().requires_grad_()
+            with torch.set_grad_enabled(wanted):
+                logits = lm_head(hidden)  # [chunk, vocabulary]
+            loss, gradient = cross_entropy_with_gradient(logits.detach(), target, ignore_index=ignore_index, impl=impl)
+            nats.append(loss.sum())
+            if wanted:
+                d_hidden, *others = torch.autograd.grad(logits, [hidden, *parameters], gradient)
+                by_hidden.append(d_hidden)
+                by_parameter = [_plus(total, d) for total, d in zip(by_parameter, others, strict=True)]
+        if wanted:
+            ctx.save_for_backward(torch.cat(by_hidden), *by_parameter)
+            ctx.dtypes = [parameter.dtype for parameter in parameters]
+        return torch.stack(nats).sum()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, scale):
+        by_hidden, *by_parameter = ctx.saved_tensors
+        scaled = ((scale * d).to(dtype) for d, dtype in zip(by_parameter, ctx.dtypes, strict=True))
+        return (scale * by_hidden).to(by_hidden.dtype), *5 * [None], *scaled
+
+
+def _plus(total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
+    """Sums over chunks need more digits than BF16 has."""
+    wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+    return wide if total is None else total.add_(wide)

@@ -20,6 +20,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attn_res import AttnRes, OrdinaryResidual
+from .backends import operator_impl
 from .configuration.configuration_moe_lc import MoeLcTextConfig
 from .gated_mla import GatedMLA
 from .kda import Decay, KimiDeltaAttention, ShortConv
@@ -277,6 +278,7 @@ class MoeLcForCausalLM(MoeLcPreTrainedModel, GenerationMixin):
         logits = loss = None
         if self.training and labels is not None and self.config.loss_chunk_size is not None:
             chosen = {k: kwargs[k] for k in ("num_items_in_batch", "shift_labels", "ignore_index") if k in kwargs}
+            chosen |= {"impl": operator_impl(self.config)}
             loss = chunked_causal_lm_loss(hidden_states, self.lm_head, labels, self.config.loss_chunk_size, **chosen)
         else:
             logits = self.lm_head(keep_logits(hidden_states, logits_to_keep))  # [B, T, vocabulary]
