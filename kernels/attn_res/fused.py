@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ..dispatch import on_device_of
+from ..launch import launched
 
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -197,6 +198,7 @@ def add_weight_gradient(dw, dy, x, rstd, D: tl.constexpr, WIDTH: tl.constexpr):
     return pieces
 
 
+@launched
 @triton.jit(do_not_specialize=("tokens", "count"))
 def attn_res_fwd_kernel(
     sources,  # M tensors [tokens, D]
@@ -246,6 +248,7 @@ def attn_res_fwd_kernel(
             store_row(normed + token * D, times(y, load_row(out_weight, D, PIECES, WIDTH)), D, WIDTH)
 
 
+@launched
 @triton.jit(do_not_specialize=("tokens", "count"))
 def attn_res_bwd_kernel(
     sources, d_sources,  # M tensors [tokens, D] each

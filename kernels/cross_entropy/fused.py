@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from ..dispatch import on_device_of
+from ..launch import launched
 
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -13,6 +14,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
+@launched
 @triton.jit
 def cross_entropy_kernel(
     logits,  # [N, V]: in, logits; out, gradients

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..launch import launched
 from .fused_rows import glu, split_pairs
 
 
@@ -29,6 +30,7 @@ def expert_of(indices, pairs, E, T, K: tl.constexpr, KP: tl.constexpr, PAIRS: tl
     return mine, tl.min(tl.where(chosen == expert, slot, K), axis=1)
 
 
+@launched
 @triton.jit(do_not_specialize=("T",))
 def experts_fwd_kernel_decode_gate_up(
     x,  # [T, D]
@@ -60,6 +62,7 @@ def experts_fwd_kernel_decode_gate_up(
         tl.store(place, value, mask=(slot[:, None] < K) & (c[None, :] < I))
 
 
+@launched
 @triton.jit(do_not_specialize=("T",))
 def experts_fwd_kernel_decode_down(
     h,  # [T, K, I]
@@ -88,6 +91,7 @@ def experts_fwd_kernel_decode_down(
         tl.store(place, acc, mask=there & (n[None, :] < D))
 
 
+@launched
 @triton.jit(do_not_specialize=("T",))
 def experts_fwd_kernel_decode_combine(
     rows,  # [parts, T, K, D] FP32

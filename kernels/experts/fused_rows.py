@@ -9,6 +9,7 @@ where there is nothing, and a descriptor [E, I, 2, D] makes neighbours of the tw
 import triton
 import triton.language as tl
 
+from ..launch import launched
 from .fused_sort import GROUP
 
 
@@ -74,6 +75,7 @@ def gathered(rows, k, depth, done, BK: tl.constexpr, EVEN_K: tl.constexpr):
     return tl.load(rows + done, mask=k[None, :] < depth - done, other=0.0)
 
 
+@launched
 @triton.jit(do_not_specialize=("tiles",))
 def experts_fwd_kernel_gate_up(
     x,  # [T, D]
@@ -120,6 +122,7 @@ def store_rows(out, acc, first, rows, block, width, BM: tl.constexpr, BN: tl.con
     tl.store(place, acc.to(out.dtype.element_ty), mask=(m < rows) & (n < width))
 
 
+@launched
 @triton.jit(do_not_specialize=("tiles",))
 def experts_fwd_kernel_outputs(
     h,  # descriptor [pairs, I]
@@ -138,6 +141,7 @@ def experts_fwd_kernel_outputs(
         store_rows(out, acc, first, rows, block, width, BM, BN)
 
 
+@launched
 @triton.jit(do_not_specialize=("tiles",))
 def experts_bwd_kernel_inner(
     dy,  # [T, D]
@@ -160,6 +164,7 @@ def experts_bwd_kernel_inner(
         store_rows(out, acc, first, rows, block, width, BM, BN)
 
 
+@launched
 @triton.jit(do_not_specialize=("tiles",))
 def experts_bwd_kernel_inputs(
     paired,  # descriptor [pairs, depth]: gradients of the channels from `begin` on
@@ -178,6 +183,7 @@ def experts_bwd_kernel_inputs(
         store_rows(out, acc, first, rows, block, width, BM, BN)
 
 
+@launched
 @triton.jit(do_not_specialize=("first_pair",))
 def experts_fwd_kernel_glu(
     paired,  # [pairs, 2C], of all tokens
@@ -201,6 +207,7 @@ def experts_fwd_kernel_glu(
             tl.store(place, value, mask=there & (c < C - first))
 
 
+@launched
 @triton.jit
 def experts_bwd_kernel_glu(
     paired,  # [pairs, 2C]: in, gate and up; out, their gradients
@@ -233,6 +240,7 @@ def experts_bwd_kernel_glu(
         tl.store(d_weights + row, tl.sum(total, axis=1), mask=row < pairs)
 
 
+@launched
 @triton.jit(do_not_specialize=("T",))
 def experts_kernel_combine(
     rows,  # [pairs, width]
@@ -259,6 +267,7 @@ def experts_kernel_combine(
     tl.store(place, total.to(y.dtype.element_ty), mask=inside)
 
 
+@launched
 @triton.jit(do_not_specialize=("pairs", "parts"))
 def experts_bwd_kernel_router(
     partial,  # [parts, pairs] FP32, by place
@@ -274,6 +283,7 @@ def experts_bwd_kernel_router(
     tl.store(d_weights + pair, total.to(d_weights.dtype.element_ty), mask=pair < pairs)
 
 
+@launched
 @triton.jit
 def experts_bwd_kernel_weights(
     a,  # dy [T, M] (GATHER_A), or paired gradients [pairs, M]

@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ..launch import launched
+
 
 # Pairs of a program: their ranks come from comparing all with all, FEW of them at a time.
 BLOCK = tl.constexpr(256)
@@ -28,6 +30,7 @@ def experts_of(indices, first, pairs, E, COUNT: tl.constexpr):
     return pair, tl.where((expert >= 0) & (expert < E), expert, E).to(tl.int32)
 
 
+@launched
 @triton.jit(do_not_specialize=("pairs",))
 def experts_sort_kernel_count(
     indices,  # [pairs] int64
@@ -42,6 +45,7 @@ def experts_sort_kernel_count(
     tl.store(counts + block.to(tl.int64) * EP + tl.arange(0, EP), counted)
 
 
+@launched
 @triton.jit(do_not_specialize=("blocks",))
 def experts_sort_kernel_sum(
     counts,  # [blocks, EP]: in, counts; out, those of all blocks before
@@ -61,6 +65,7 @@ def experts_sort_kernel_sum(
     tl.store(totals + expert, before, mask=inside)
 
 
+@launched
 @triton.jit(do_not_specialize=("pairs", "blocks", "tiles"))
 def experts_sort_kernel_place(
     indices,  # [pairs] int64

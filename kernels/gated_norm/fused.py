@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from ..dispatch import on_device_of
+from ..launch import launched
 
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -25,6 +26,7 @@ def sigmoid(z):
     return 1.0 / (1.0 + tl.exp2(-z * LOG2E))
 
 
+@launched
 @triton.jit(do_not_specialize=("rows",))
 def gated_norm_fwd_kernel(
     o, gate, y,  # [rows, V]
@@ -43,6 +45,7 @@ def gated_norm_fwd_kernel(
     tl.store(y + place, (x * rstd * w * s).to(y.dtype.element_ty), mask=there)
 
 
+@launched
 @triton.jit(do_not_specialize=("rows",))
 def gated_norm_bwd_kernel(
     o, gate, dy, d_o, d_gate,  # [rows, V]

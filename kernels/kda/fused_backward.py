@@ -12,6 +12,7 @@ rounded ones that `prepare` kept: with BF16 operands that is the difference betw
 import triton
 import triton.language as tl
 
+from ..launch import launched
 from .fused_forward import scan_states
 from .fused_gate import HALF, LOG2E, C, bounded_decay, chunk_of, chunks_of, gate_rate, program_of, sigmoid, sums_to
 
@@ -48,6 +49,7 @@ def scan_cotangents(
     return dS
 
 
+@launched
 @triton.jit
 def kda_bwd_kernel_scans(
     Qh, Kt, W, U, P, gam,  # as in the forward pass
@@ -85,6 +87,7 @@ def kda_bwd_kernel_scans(
         )  # fmt: skip
 
 
+@launched
 @triton.jit
 def kda_bwd_kernel_pairs(
     v, beta, o, do,  # [tokens, H, V], beta [tokens, H]
@@ -158,6 +161,7 @@ def sums_from(x, PRECISION: tl.constexpr, DTYPE: tl.constexpr):
     return tl.dot(ones, (x - high.to(tl.float32)).to(DTYPE), tl.dot(ones, high))
 
 
+@launched
 @triton.jit
 def kda_bwd_kernel_products(
     rows, keys, totals,  # as `prepare` kept them
@@ -242,6 +246,7 @@ def kda_bwd_kernel_products(
     tl.store(d_decay, back.to(d_decay.dtype.element_ty), mask=inside)
 
 
+@launched
 @triton.jit
 def kda_bwd_kernel_inputs(
     q, k, g,  # [tokens, H, K]

@@ -10,6 +10,7 @@ Workspaces are chunk-major, [NT, G, 64, .], padding rows zero: no later kernel n
 import triton
 import triton.language as tl
 
+from ..launch import launched
 from .fused_gate import HALF, C, bounded_decay, chunk_of, chunks_of, gate_rate, program_of, sigmoid, sums_to
 
 
@@ -67,6 +68,7 @@ def inverses(N0, N1, PRECISION: tl.constexpr, DTYPE: tl.constexpr):
     return M0, M1
 
 
+@launched
 @triton.jit
 def kda_fwd_kernel_prepare(
     q, k, v, g, beta,  # [tokens, H, .], beta [tokens, H]
@@ -253,6 +255,7 @@ def scan_states(
     return S
 
 
+@launched
 @triton.jit
 def kda_fwd_kernel_scan(
     Qh, Kt, W, U, P, gam,  # as in prepare

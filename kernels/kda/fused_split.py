@@ -12,11 +12,13 @@ import torch
 import triton
 import triton.language as tl
 
+from ..launch import launched
 from .fused_backward import scan_cotangents
 from .fused_forward import scan_states
 from .fused_gate import chunks_of, program_of
 
 
+@launched
 @triton.jit
 def kda_split_kernel_maps(
     Qh, Kt, W, U, P, gam,  # as in prepare
@@ -50,6 +52,7 @@ def kda_split_kernel_maps(
         tl.store(Phi + (piece * H + head) * (K * K) + (dk[:, None] * K + dv[None, :]), S)
 
 
+@launched
 @triton.jit
 def kda_split_kernel_omega(
     Qh, Kt, W, P, gam,
@@ -75,6 +78,7 @@ def kda_split_kernel_omega(
     tl.store(Omega + (piece * H + head) * (K * V) + (dk[:, None] * V + dv[None, :]), dS)
 
 
+@launched
 @triton.jit
 def kda_split_kernel_fold(
     Phi, offset,  # [P, H, K, K], [P, H, K, V] FP32: Psi, or Omega (BACK)

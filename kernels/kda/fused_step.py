@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from ..dispatch import on_device_of
+from ..launch import launched
 from .fused_gate import bounded_decay, gate_rate, sigmoid, unbounded_decay
 
 
@@ -40,6 +41,7 @@ def tile(heads: int, V: int) -> tuple[int, int]:
     return (16, 1) if heads < MANY or V < 64 else (64, 4)
 
 
+@launched
 @triton.jit
 def kda_step_kernel(
     q, k, v, g, beta,  # [B, H, K], [B, H, K], [B, H, V], [B, H, K], [B, H]

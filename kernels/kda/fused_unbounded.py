@@ -8,6 +8,7 @@ bounded gate takes one product for 32 rows: exact for any decay, and slower.
 import triton
 import triton.language as tl
 
+from ..launch import launched
 from .fused_gate import LOG2E, C, chunk_of, gate_rate, program_of, sigmoid, unbounded_decay
 
 
@@ -58,6 +59,7 @@ def halving_scores(x, k, decay, PRECISION: tl.constexpr, DTYPE: tl.constexpr, K:
     return out
 
 
+@launched
 @triton.jit
 def kda_unbounded_kernel_scores(
     q, k, g, beta,  # [tokens, H, K], beta [tokens, H]
@@ -121,6 +123,7 @@ def kda_unbounded_kernel_scores(
     tl.store(A + square, tl.where(i > j, As * b, 0.0).to(DTYPE))
 
 
+@launched
 @triton.jit
 def kda_unbounded_kernel_solve(
     v, beta,  # [tokens, H, V], [tokens, H]
@@ -186,6 +189,7 @@ def pair_gradients(
     return dqs, dkn, dL
 
 
+@launched
 @triton.jit
 def kda_unbounded_kernel_gradients(
     q, k, g, do, dv,  # [tokens, H, .]

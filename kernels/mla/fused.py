@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from ..dispatch import on_device_of
+from ..launch import launched
 
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -64,6 +65,7 @@ def tile_scores(q, q_shared, c, shared, scale, always, P: tl.constexpr, PRECISIO
     return scores
 
 
+@launched
 @triton.jit(do_not_specialize=("S", "piece", "splits", "apart"))
 def mla_decode_kernel(
     q_latent, q_rope,  # [B, apart, rows, R], [B, apart, rows, P]; a row is one of H heads of one of T queries
@@ -133,6 +135,7 @@ def mla_decode_kernel(
         tl.store(lse + to, top + tl.log2(total), mask=there)
 
 
+@launched
 @triton.jit(do_not_specialize=("rows", "splits"))
 def mla_merge_kernel(
     parts,  # [sequences, splits, rows, R] FP32

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ..dispatch import on_device_of
+from ..launch import launched
 
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -49,6 +50,7 @@ def load_weight(weight, i, D: tl.constexpr, WIDTH: tl.constexpr):
     return tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
 
 
+@launched
 @triton.jit(do_not_specialize=("rows",))
 def rms_norm_fwd_kernel(
     x, y,  # [rows, D]
@@ -72,6 +74,7 @@ def rms_norm_fwd_kernel(
         tl.store(y + r * D + d, (normed * w).to(y.dtype.element_ty), mask=(r < rows) & (d < D))
 
 
+@launched
 @triton.jit(do_not_specialize=("rows",))
 def rms_norm_bwd_kernel(
     x, dy, dx,  # [rows, D]

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ..dispatch import on_device_of
+from ..launch import Launched, launched
 
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -114,6 +115,7 @@ def bin_range(bias, e, E: tl.constexpr, inverse_bins):
     return lowest - 1.0, (highest - lowest + 2.0) * inverse_bins
 
 
+@launched
 @triton.jit
 def router_fwd_kernel(
     logits,  # [N, E]
@@ -190,6 +192,7 @@ def read_one(at):
     )  # fmt: skip
 
 
+@launched
 @triton.jit(do_not_specialize=("N", "share", "bins"))
 def router_histogram_kernel(
     logits,  # [N, E]
@@ -244,6 +247,7 @@ def router_histogram_kernel(
             tl.atomic_add(place, found.to(tl.int64), mask=(counter < experts * bins) & (found != 0), sem="relaxed")
 
 
+@launched
 @triton.jit(do_not_specialize=("N",))
 def router_bwd_kernel(
     indices, scores, d_weights,  # [N, K]
@@ -330,7 +334,7 @@ def launch_histogram(logits, bias, token_mask, cutoff, histogram):
     """Adds the required biases of the counted tokens to `histogram` [E, bins]."""
     (N, E), bins = logits.shape, histogram.shape[1]
     grid, share, BE, BT = histogram_grid(N, E, bins)
-    compiled = isinstance(router_histogram_kernel, triton.JITFunction)  # the interpreter knows no assembly
+    compiled = isinstance(router_histogram_kernel, Launched)  # the interpreter knows no assembly
     # The inverse of `bins` is what torch multiplies by on a GPU where it divides by a number.
     router_histogram_kernel[grid](
         logits, bias, logits if token_mask is None else token_mask, cutoff, histogram,

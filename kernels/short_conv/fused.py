@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ..dispatch import on_device_of
+from ..launch import launched
 
 
 TAPS = 4
@@ -99,6 +100,7 @@ def sigmoid(z):
 
 
 # Compiled once, not once for each kind of length: no address depends on these in a way that would help the compiler.
+@launched
 @triton.jit(do_not_specialize=("N", "T"))
 def short_conv_fwd_kernel(
     x_0, x_1, x_2, y_0, y_1, y_2,  # [tokens, C]
@@ -134,6 +136,7 @@ def short_conv_fwd_kernel(
     tl.store(new_states + 2, x1.to(new_states.dtype.element_ty), mask=last)
 
 
+@launched
 @triton.jit(do_not_specialize=("N", "T", "pieces", "per_part"))
 def short_conv_bwd_kernel(
     x_0, x_1, x_2, dy_0, dy_1, dy_2, dx_0, dx_1, dx_2,  # [tokens, C]

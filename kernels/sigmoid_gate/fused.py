@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from ..dispatch import on_device_of
+from ..launch import launched
 
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -17,6 +18,7 @@ def sigmoid(z):
     return 1.0 / (1.0 + tl.exp2(-z * LOG2E))
 
 
+@launched
 @triton.jit(do_not_specialize=("total",))
 def sigmoid_gate_fwd_kernel(
     o, gate, y,  # [total]
@@ -30,6 +32,7 @@ def sigmoid_gate_fwd_kernel(
     tl.store(y + place, (x * s).to(y.dtype.element_ty), mask=there)
 
 
+@launched
 @triton.jit(do_not_specialize=("total",))
 def sigmoid_gate_bwd_kernel(
     o, gate, dy, d_o, d_gate,  # [total]

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from ..dispatch import on_device_of
+from ..launch import launched
 
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -54,6 +55,7 @@ def tile_of(rows, I: tl.constexpr, BM: tl.constexpr, BI: tl.constexpr):
     return r, i, (r < rows) & (i < I)
 
 
+@launched
 @triton.jit(do_not_specialize=("rows",))
 def situ_glu_fwd_kernel(
     gate_up,  # [rows, 2I]
@@ -77,6 +79,7 @@ def situ_glu_fwd_kernel(
     tl.store(y + r * I + i, (g * u * inverse(below)).to(y.dtype.element_ty), mask=there)
 
 
+@launched
 @triton.jit(do_not_specialize=("rows",))
 def situ_glu_bwd_kernel(
     gate_up, d_gate_up,  # [rows, 2I]
