@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -263,39 +262,3 @@ def _on_first_rank(function: Callable[[], Result], group: Any) -> Result:
     if outcome[1] is not None:
         raise RuntimeError(f"rank 0 failed: {outcome[1]}")
     return outcome[0]
-
-
-def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict) -> Path:
-    """Writes `folder`/step-NNNNNN for one process: the model (released layout, with router biases), the optimiser, torch's
-    random state and `state` (JSON: data position, history).
-
-    Everything goes to a temporary folder first, which is renamed at the end: a crash leaves no half checkpoint.
-    """
-    target = folder / f"step-{step:06d}"
-    temporary = folder / f".step-{step:06d}.partial"
-    shutil.rmtree(temporary, ignore_errors=True)
-    model.save_pretrained(temporary)
-    torch.save({"optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}, temporary / "training.pt")
-    (temporary / "state.json").write_text(json.dumps(state))
-    shutil.rmtree(target, ignore_errors=True)
-    temporary.rename(target)
-    return target
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints in `folder`, oldest first."""
-    return sorted(folder.glob("step-*"))
-
-
-def prune(folder: Path, keep: set[int]) -> None:
-    """Deletes all checkpoints but the newest one and those of the steps in `keep`."""
-    for path in checkpoints(folder)[:-1]:
-        if int(path.name.removeprefix("step-")) not in keep:
-            shutil.rmtree(path)
-
-
-def restore(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
-    """Loads the optimiser and torch's random state; the model itself is read by `from_pretrained`."""
-    saved = torch.load(checkpoint / "training.pt", weights_only=True)
-    optimizer.load_state_dict(saved["optimizer"])
-    torch.set_rng_state(saved["rng"])

@@ -1,45 +1,50 @@
 """`moe-lc demo`: a small model from nothing to generated text on a CPU, in minutes.
 
-Reads the source files of Python's standard library, trains a tokenizer and a model in stages of growing context,
-evaluates the model on files it never saw, and writes a report. Interrupted, it goes on from its last checkpoint.
+Reads the source files of Python's standard library, prepares them as `moe-lc prepare` does, trains through stages of
+growing context as `moe-lc train` does, by the recipe `nano-cpu`, evaluates the model on files it never saw, and writes a
+report. Interrupted, it goes on from its last checkpoint.
 """
 
 import argparse
-import bisect
 import dataclasses
 import itertools
 import json
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from .. import MoeLcForCausalLM, update_router_bias
+from .. import MoeLcForCausalLM
 from ..configuration.presets import load_preset
 from ..kernels.router import max_violation, sampling_floor
-from .balance import routers, without_bias
-from .checkpoint import checkpoints, prune, read_state, restore, save_checkpoint
-from .corpus import fingerprint, iterate_documents, split_corpus, standard_library
+from . import prepare
+from .balance import without_bias
+from .checkpoint_files import latest
+from .corpus import Document, fingerprint, iterate_documents, split_corpus, standard_library
 from .evaluate import Evaluation, evaluate, loss_by_position, xz_bits_per_byte
 from .figure import plot_run
-from .optim import adamw, initialise, set_learning_rate, warmup_cosine
-from .packing import Pack, PackedBatches, collate, count_tokens, pack
-from .plan import Settings, faster_threads, fitting_steps, remove_run, settings_of
+from .optim import initialise
+from .packing import pack
+from .plan import CHECKPOINTS, SETTINGS, Settings, faster_threads, fitting_steps, remove_run, settings_of
+from .pretrain import MODELS, pretrain
+from .processes import processes
+from .recipe import Recipe, load_recipe
 from .report import build_tables, machine, write_report
-from .tokenizer import encode_documents, train_tokenizer
+from .run_log import STAGE, STEP, VALIDATION, read_log, records_of
+from .shards import MANIFEST, TokenShards, write_atomically
+from .start import model_config
 
 
 STEPS = [72, 18, 10]
 TRAINING_SHARE = 0.75  # of the minutes; the rest is for reading, evaluation and saving
-SECONDS_BETWEEN_CHECKPOINTS = 60.0
-CLIP = 1.0
+MINUTES_BETWEEN_CHECKPOINTS = 1.0
 PROMPT, NEW_TOKENS, TEMPERATURE, TOP_K = "def ", 160, 0.8, 50
+DATA, CORPUS, START = "data", "corpus", "start.json"  # in the folder of the run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,76 +74,56 @@ def run(args: argparse.Namespace) -> None:
     if args.restart:
         remove_run(out)
     settings = settings_of(args)
-    config = load_preset(settings.preset, router_balance={"method": settings.balance})
-
+    vocab_size = load_preset(settings.preset).vocab_size
+    recipe = recipe_of(out, settings)
     training, held_out = split_corpus(iterate_documents(Path(settings.corpus)), settings.held_out_share)
-    texts = [document.text for document in training]
-    tokenizer = train_tokenizer(texts, config.vocab_size, settings.lengths[-1])
-    documents, unseen = (encode_documents(tokenizer, [one.text for one in part]) for part in (training, held_out))
-    prefix = [tokenizer.bos_token_id]
-    batches = [
-        PackedBatches(pack(documents, length, prefix), settings.tokens_per_step // length, settings.seed + stage)
-        for stage, length in enumerate(settings.lengths)
+    begun = latest(out / CHECKPOINTS) is not None
+    keep_corpus(out, fingerprint([*training, *held_out]), settings, begun)
+    prepare_data(out, [*training, *held_out], settings, vocab_size)
+    unseen = documents_of(out, "validation")
+    amounts = [
+        f"{len(files)} files, {sum(map(len, documents_of(out, split))):,} tokens"
+        for files, split in ((training, "train"), (held_out, "validation"))
     ]
-    held_out_packs = {length: pack(unseen, length, prefix) for length in settings.lengths}
-    amounts = [f"{len(part)} files, {sum(map(len, part)):,} tokens" for part in (documents, unseen)]
     print(f"corpus {settings.corpus}: {amounts[0]} to train on; {amounts[1]} held out", flush=True)
 
-    checkpoint = next(reversed(checkpoints(out)), None)
-    if checkpoint is None:
-        torch.manual_seed(settings.seed)
-        model = MoeLcForCausalLM(config)
-        initialise(model)
-        if settings.threads is None:
-            settings = dataclasses.replace(settings, threads=faster_threads(model, batches[0][0][:2]))
-        torch.set_num_threads(settings.threads)
-        optimizer = adamw(model)
-        at_start = evaluate(model, held_out_packs[settings.lengths[-1]], settings.tokens_per_step)
-        state: dict[str, Any] = {
-            "corpus": fingerprint([*training, *held_out]),
-            "step": 0,
-            "history": [],
-            "stages": [],
-            "routing": [routing_row("initialised", at_start, config)],
-        }
-        if settings.steps is None:
-            seconds = TRAINING_SHARE * 60.0 * args.minutes
-            settings = dataclasses.replace(settings, steps=fitting_steps(model, batches, STEPS, seconds))
-    else:
-        print(f"going on from {checkpoint}", flush=True)
-        torch.set_num_threads(settings.threads)
-        state = read_state(checkpoint)
-        if state["corpus"] != fingerprint([*training, *held_out]):
-            raise ValueError(f"corpus: expected the files that {out} began with, got others in {settings.corpus}")
-        model = AutoModelForCausalLM.from_pretrained(checkpoint)
-        optimizer = adamw(model)
-        restore(checkpoint, optimizer)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "settings.json").write_text(json.dumps(dataclasses.asdict(settings), indent=2))
-    try:
-        train(out, model, optimizer, state, settings, batches, held_out_packs)
-    except KeyboardInterrupt:
-        saved = next(reversed(checkpoints(out)), "nothing yet")
-        print(f"\ninterrupted after step {state['step']}; saved: {saved}; the same command goes on from there")
-        raise
-    model.save_pretrained(out / "model")
-    tokenizer.save_pretrained(out / "model")
+    if not begun:
+        settings, routing = look_ahead(recipe, settings, unseen, TRAINING_SHARE * 60.0 * args.minutes)
+        write_json(out / START, {**read_json(out / START), "routing": routing})
+        write_json(out / SETTINGS, dataclasses.asdict(settings))
+    torch.set_num_threads(settings.threads)
+    recipe = recipe_of(out, settings)
+    with processes() as ours:
+        if not pretrain(recipe, ours):
+            raise KeyboardInterrupt
 
     print("evaluating the saved model on the held-out files", flush=True)
+    model_folder, log = out / MODELS / recipe.stages[-1].name, read_log(out)
+    history = history_of(records_of(log, STEP), recipe)
     results: dict[str, Any] = {
         "machine": machine(),
         "command": settings.command(),
         "facts": {
-            "model": f"{settings.preset}, {sum(parameter.numel() for parameter in model.parameters()):,} parameters",
+            "model": f"{settings.preset}, {count_parameters(model_folder):,} parameters",
             "corpus": f"{amounts[0]} to train on; {amounts[1]} held out",
-            "tokens trained on": f"{state['history'][-1]['tokens']:,}",
-            "seconds in training steps": f"{sum(record['seconds'] for record in state['history']):.0f}",
+            "tokens trained on": f"{history[-1]['tokens']:,}",
+            "seconds in training steps": f"{sum(record['seconds'] for record in history):.0f}",
         },
-        "history": state["history"],
-        "stages": state["stages"],
-        **assess(out / "model", settings, state["routing"], [one.text.encode() for one in held_out], unseen),
-        "sample": sample(out / "model", settings.seed),
+        "history": history,
+        "stages": [
+            stage_row(length, history, stage, validation["loss"])
+            for stage, (length, validation) in enumerate(
+                zip(settings.lengths, records_of(log, VALIDATION), strict=True)
+            )
+        ],
+        **assess(
+            model_folder, settings, read_json(out / START)["routing"], [one.text.encode() for one in held_out], unseen
+        ),
+        "sample": sample(model_folder, settings.seed),
     }
+    results["by_position"] = records_of(log, STAGE)[-1]["by_position"] or short_text_by_position(
+        model_folder, unseen, settings.lengths[-1]
+    )
     results["facts"]["seconds of this command"] = f"{time.monotonic() - started:.0f}"
     (out / "results.json").write_text(json.dumps(results))
     plot_run(out / "curves.png", results)
@@ -148,62 +133,114 @@ def run(args: argparse.Namespace) -> None:
     print("", "Sample", results["sample"], "", *(f"wrote {path}" for path in sorted(out.iterdir())), sep="\n")
 
 
-def train(
-    out: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    state: dict,
-    settings: Settings,
-    batches: Sequence[PackedBatches],
-    held_out_packs: dict[int, list[Pack]],
-) -> None:
-    """Trains from `state["step"]` to the end, with a checkpoint at the end of each stage and every minute.
+def recipe_of(out: Path, settings: Settings) -> Recipe:
+    """The recipe `nano-cpu` with what the settings say; steps that are still to be measured count as one."""
+    steps = settings.steps or [1] * len(settings.lengths)
+    stages = [
+        {
+            "name": str(length),
+            "sequence_length": length,
+            "tokens": count * settings.tokens_per_step,
+            "micro_batch": settings.tokens_per_step // length,
+        }
+        for length, count in zip(settings.lengths, steps, strict=True)
+    ]
+    values = {
+        "output_dir": str(out),
+        "seed": settings.seed,
+        "model.base": settings.preset,
+        "data.folders.python": str(out / DATA),
+        "tokens_per_step": settings.tokens_per_step,
+        "stages": stages,
+        "optimizer.learning_rate": settings.learning_rate,
+        "optimizer.warmup_share": min(settings.warmup, sum(steps) - 1) / sum(steps),
+        "router_balance.method": settings.balance,
+        "checkpoints.every_minutes": MINUTES_BETWEEN_CHECKPOINTS,
+        "checkpoints.keep": 1,
+    }
+    return load_recipe("nano-cpu", [f"--{name}={json.dumps(value)}" for name, value in values.items()])
 
-    `state` is JSON: with the model, the optimiser and torch's random state it is all that a checkpoint needs.
+
+def keep_corpus(out: Path, corpus: str, settings: Settings, begun: bool) -> None:
+    """Notes the digest of the corpus of a run. Where it is another than before, what was prepared is deleted.
+
+    Raises ValueError if the run has `begun` with that other one.
     """
-    ends = list(itertools.accumulate(settings.steps))
-    config, history = model.config, state["history"]
-    plan = [batches[stage][step] for stage, count in enumerate(settings.steps) for step in range(count)]
-    seen = sum(map(count_tokens, plan[: state["step"]]))
-    saved = time.monotonic()
-    model.train()
-    progress = tqdm(total=sum(map(count_tokens, plan)), initial=seen, unit="tok", unit_scale=True)
-    for step in range(state["step"], ends[-1]):
-        begun = time.monotonic()
-        stage = bisect.bisect_right(ends, step)
-        set_learning_rate(optimizer, warmup_cosine(step, ends[-1], settings.learning_rate, settings.warmup))
-        loss = model(**collate(plan[step]), use_cache=False).loss
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-        violation = max_violation(torch.stack([router.counts for router in routers(model)]))
-        update_router_bias(model)
+    known = read_json(out / START)["corpus"] if (out / START).exists() else None
+    if known == corpus:
+        return
+    if begun:
+        raise ValueError(f"corpus: expected the files that {out} began with, got others in {settings.corpus}")
+    shutil.rmtree(out / DATA, ignore_errors=True)
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / START, {"corpus": corpus})
 
-        tokens = count_tokens(plan[step])
-        seen += tokens
-        history.append(
-            {
-                "stage": stage,
-                "tokens": seen,
-                "loss": loss.item(),
-                "gradient_norm": norm.item(),
-                "max_violation": violation.mean().item(),
-                "floor": sampling_floor(tokens, config.num_experts, config.num_experts_per_token),
-                "seconds": time.monotonic() - begun,
-            }
-        )
-        progress.update(tokens)
-        progress.set_postfix(context=f"{settings.lengths[stage]:,}", loss=f"{loss.item():.3f}", refresh=False)
-        state["step"] = step + 1
-        if state["step"] == ends[stage]:
-            held_out = evaluate(model, held_out_packs[settings.lengths[stage]], settings.tokens_per_step)
-            state["stages"].append(stage_row(settings.lengths[stage], history, stage, held_out))
-        if state["step"] == ends[stage] or time.monotonic() - saved > SECONDS_BETWEEN_CHECKPOINTS:
-            save_checkpoint(out, state["step"], model, optimizer, state)
-            prune(out, keep=set(ends))
-            saved = time.monotonic()
-    progress.close()
+
+def read_json(path: Path) -> dict:
+    return json.loads(path.read_text())
+
+
+def write_json(path: Path, content: dict) -> None:
+    write_atomically(path, json.dumps(content, indent=2).encode())
+
+
+def prepare_data(out: Path, documents: Sequence[Document], settings: Settings, vocab_size: int) -> None:
+    """`moe-lc prepare` of a copy of the documents, which holds nothing that is not read."""
+    if (out / DATA / MANIFEST).exists():
+        return
+    copy = out / CORPUS
+    for document in documents:
+        path = copy / document.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(document.text.encode())
+    parser = argparse.ArgumentParser()
+    prepare.add_arguments(parser)
+    options = {"out": out / DATA, "train-tokenizer": vocab_size, "validation-share": settings.held_out_share}
+    words = [str(word) for name, value in {**options, "suffixes": ".py", "workers": 1}.items()
+             for word in (f"--{name}", value)]  # fmt: skip
+    prepare.run(parser.parse_args([str(copy), *words]))
+    shutil.rmtree(copy)
+
+
+def documents_of(out: Path, split: str) -> list[list[int]]:
+    """Token ids of the prepared documents."""
+    shards = TokenShards(out / DATA, split)
+    return [shards.document(number).tolist() for number in range(len(shards))]
+
+
+def look_ahead(
+    recipe: Recipe, settings: Settings, unseen: list[list[int]], seconds: float
+) -> tuple[Settings, list[dict]]:
+    """The settings with what has to be measured on this machine, and the routing before the first step."""
+    torch.manual_seed(recipe.seed)
+    model = MoeLcForCausalLM(model_config(recipe))
+    initialise(model)
+    data = [recipe.stage_data(stage) for stage in range(len(recipe.stages))]
+    if settings.threads is None:
+        settings = dataclasses.replace(settings, threads=faster_threads(model, data[0][0][:2]))
+    torch.set_num_threads(settings.threads)
+    at_start = evaluate(model, pack(unseen, settings.lengths[-1], unseen[0][:1]), settings.tokens_per_step)
+    if settings.steps is None:
+        settings = dataclasses.replace(settings, steps=fitting_steps(model, data, STEPS, seconds))
+    return settings, [routing_row("initialised", at_start, model.config)]
+
+
+def history_of(steps: Sequence[dict], recipe: Recipe) -> list[dict]:
+    """The log of the steps, with one number for all layers."""
+    names = [stage.name for stage in recipe.stages]
+    kept = ("tokens", "loss", "gradient_norm", "floor", "seconds", "step_tokens")
+    return [
+        {
+            "stage": names.index(step["stage"]),
+            "max_violation": sum(step["max_violation"]) / len(step["max_violation"]),
+            **{name: step[name] for name in kept},
+        }
+        for step in steps
+    ]
+
+
+def count_parameters(folder: Path) -> int:
+    return sum(parameter.numel() for parameter in AutoModelForCausalLM.from_pretrained(folder).parameters())
 
 
 def assess(folder: Path, settings: Settings, routing: list[dict], texts: list[bytes], tokens: list[list[int]]) -> dict:
@@ -214,7 +251,6 @@ def assess(folder: Path, settings: Settings, routing: list[dict], texts: list[by
     with without_bias(model):
         unbalanced = evaluate(model, packs, settings.tokens_per_step)
     final = evaluate(model, packs, settings.tokens_per_step)
-    one_text = tokens[0][:1] + [token for document in tokens for token in document[1:-1]]
     return {
         "held_out": {"files": len(texts), "bytes": size},
         "bits_per_byte": {
@@ -227,22 +263,27 @@ def assess(folder: Path, settings: Settings, routing: list[dict], texts: list[by
             routing_row("trained, bias set to zero", unbalanced, model.config),
             routing_row(f"trained, {settings.balance}", final, model.config),
         ],
-        "by_position": loss_by_position(model, one_text[: 4 * longest], longest),
     }
 
 
-def stage_row(length: int, history: list[dict], stage: int, held_out: Evaluation) -> dict:
+def short_text_by_position(folder: Path, tokens: list[list[int]], trained_length: int) -> dict:
+    """What the loop leaves out where the held-out files are less than four times the longest trained length."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    return loss_by_position(model, list(itertools.chain.from_iterable(tokens)), trained_length)
+
+
+def stage_row(length: int, history: list[dict], stage: int, held_out_loss: float) -> dict:
     """One row of the table of stages: the training loss is the mean over the last quarter of the stage's steps."""
     steps = [record for record in history if record["stage"] == stage]
     late = steps[-max(1, len(steps) // 4) :]
-    tokens = steps[-1]["tokens"] - (history[-len(steps) - 1]["tokens"] if len(history) > len(steps) else 0)
     return {
         "length": length,
         "steps": len(steps),
         "tokens": steps[-1]["tokens"],
         "train_loss": sum(record["loss"] for record in late) / len(late),
-        "held_out_loss": held_out.loss,
-        "tokens_per_second": tokens / sum(record["seconds"] for record in steps),
+        "held_out_loss": held_out_loss,
+        "tokens_per_second": sum(record["step_tokens"] for record in steps)
+        / sum(record["seconds"] for record in steps),
     }
 
 

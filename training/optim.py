@@ -190,11 +190,6 @@ def _progress(step: int, steps: int, begin: int) -> float:
     return (step - begin + 1) / max(1, steps - begin)
 
 
-def warmup_cosine(step: int, steps: int, peak: float, warmup: int, final: float = 0.1) -> float:
-    """`cosine` from `peak` down to `final` * `peak`."""
-    return cosine(step, steps, start=peak, end=final * peak, warmup=warmup)
-
-
 @torch.no_grad()
 def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     """Scales all gradients so that their total norm is at most `max_norm`; returns the norm before, a scalar.

@@ -130,28 +130,3 @@ def collate(packs: Sequence[Pack]) -> dict[str, torch.Tensor]:
         "position_ids": position_ids[None],
         "cu_seq_lens_q": borders.int(),
     }
-
-
-class PackedBatches:
-    """A fixed function from a step number to a batch: `batches[step]` is the same list of packs in every run, so the
-    data position of a checkpoint is one integer.
-
-    Each pass over `packs` is shuffled anew from `seed` and the number of the pass; a batch may span two passes.
-    """
-
-    def __init__(self, packs: Sequence[Pack], packs_per_batch: int, seed: int):
-        if not packs:
-            raise ValueError("packs: expected at least one pack, got none")
-        self.packs, self.packs_per_batch, self.seed = packs, packs_per_batch, seed
-
-    def __getitem__(self, step: int) -> list[Pack]:
-        first = step * self.packs_per_batch
-        orders: dict[int, list[int]] = {}
-        batch = []
-        for slot in range(first, first + self.packs_per_batch):
-            epoch, place = divmod(slot, len(self.packs))
-            if epoch not in orders:
-                generator = torch.Generator().manual_seed((self.seed << 20) + epoch)
-                orders[epoch] = torch.randperm(len(self.packs), generator=generator).tolist()
-            batch.append(self.packs[orders[epoch][place]])
-        return batch

@@ -11,8 +11,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from .checkpoint import checkpoints
-from .packing import Pack, PackedBatches, collate
+from .checkpoint_files import latest
+from .mixture import StageData
+from .packing import Pack, collate
+
+
+CHECKPOINTS, SETTINGS = "checkpoints", "settings.json"  # in the folder of a run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +64,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
     """
     fields = {field.name: getattr(args, field.name) for field in dataclasses.fields(Settings)}
     settings = Settings(**{**fields, "corpus": str(args.corpus)})
-    file = args.out / "settings.json"
-    if not file.exists() or not checkpoints(args.out):
+    file = args.out / SETTINGS
+    if not file.exists() or latest(args.out / CHECKPOINTS) is None:
         return settings
     known = Settings(**json.loads(file.read_text()))
     measured = {name: getattr(known, name) for name in ("steps", "threads") if getattr(settings, name) is None}
@@ -80,10 +84,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 def remove_run(folder: Path) -> None:
     """Deletes a run's folder. Raises ValueError if there is something in it that is not a run."""
-    if folder.exists() and any(folder.iterdir()) and not (folder / "settings.json").exists():
-        raise ValueError(
-            f"--restart: expected a run in {folder}, got a folder without settings.json; delete it yourself"
-        )
+    if folder.exists() and any(folder.iterdir()) and not (folder / SETTINGS).exists():
+        raise ValueError(f"--restart: expected a run in {folder}, got a folder without {SETTINGS}; delete it yourself")
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -103,11 +105,9 @@ def faster_threads(model: nn.Module, batch: Sequence[Pack]) -> int:
     return min(times, key=times.__getitem__)
 
 
-def fitting_steps(
-    model: nn.Module, batches: Sequence[PackedBatches], steps: Sequence[int], seconds: float
-) -> list[int]:
-    """`steps` of each stage, all scaled down by one factor where this machine would need more than `seconds`."""
-    needed = sum(count * _seconds(model, stage[0]) for stage, count in zip(batches, steps, strict=True))
+def fitting_steps(model: nn.Module, data: Sequence[StageData], steps: Sequence[int], seconds: float) -> list[int]:
+    """`steps` of each stage of `data`, all scaled down by one factor where this machine would need more than `seconds`."""
+    needed = sum(count * _seconds(model, stage[0]) for stage, count in zip(data, steps, strict=True))
     factor = min(1.0, max(seconds, 0.0) / needed)
     return [max(1, int(count * factor)) for count in steps]
 

@@ -1,11 +1,14 @@
 """`moe-lc train`: pretraining through stages of growing context, on one process or many, from a recipe.
 
-Interrupted, by hand, by a limit or by a crash, the same command goes on from the last checkpoint as if nothing had been.
+Interrupted, by hand, by a limit or by a crash, the same command goes on from the last checkpoint as if nothing had been:
+what a step does is a function of its number, and what is due after a step is done by whoever finds it undone.
 """
 
 import argparse
 import contextlib
+import dataclasses
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -13,29 +16,28 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from ..conversion.count import count
-from ..modeling_moe_lc import MoeLcForCausalLM
 from ..router import update_router_bias
-from .batches import Batches
-from .checkpoint import Checkpointer, save_model
+from .batches import Batch, Batches
+from .checkpoint import Checkpointer, read_state, save_model
 from .context_parallel import context_parallel
 from .evaluate import loss_by_position
 from .flops import measure_peak, training_flops
 from .interrupt import Interruptible
 from .metrics import SpikeDetector, StepMeter
-from .mixture import StageData
 from .observation import observe
 from .optim import clip_grad_norm, set_learning_rate
 from .prepare import TOKENIZER
 from .processes import Processes, processes
 from .recipe import Recipe, load_recipe, recipe_text
+from .recipe_file import build
 from .recipe_resume import forbidden_changes
 from .run_log import STAGE, STEP, VALIDATION, RunLog, read_log, records_of
 from .shards import write_atomically
-from .start import start_model, start_optimizer
-from .validation import long_text, validation_losses
+from .start import build_model, fill_model, model_config, start_optimizer
+from .validation import held_out, long_text, validation_losses
 
 
-RECIPE = "recipe.yaml"
+RECIPE, MODELS = "recipe.yaml", "models"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,157 +51,198 @@ def run(args: argparse.Namespace) -> None:
     disable_progress_bar()  # of transformers' loading and saving: ours is the one to watch
     recipe = load_recipe(args.recipe, args.overrides)
     with processes() as ours:
-        Run(recipe, ours).train()
+        pretrain(recipe, ours)
+
+
+def pretrain(recipe: Recipe, ours: Processes) -> bool:
+    """Trains to the end of a recipe, from where its folder stands; False: it was stopped before, and saved.
+
+    Raises:
+        ValueError: what does not fit these processes, the data, or the run that the folder holds; nothing is done then.
+    """
+    if ours.is_main:
+        print(recipe_text(recipe), flush=True)
+    run = Run(recipe, ours)
+    finished = run.train()
+    if ours.is_main:
+        then = "the run is complete" if finished else "stopped; the same command goes on from there"
+        print(f"\n{recipe.output_dir}: {run.step} of {recipe.ends[-1]} steps: {then}", flush=True)
+    return finished
 
 
 class Run:
     """All that a run needs, made or loaded; `train` goes to its end."""
 
-    def __init__(self, recipe: Recipe, processes: Processes):
-        self.recipe, self.processes = recipe, processes
-        self.folder = Path(recipe.output_dir)
-        self.data = [recipe.stage_data(stage) for stage in range(len(recipe.stages))]
-        for stage in range(len(recipe.stages)):
-            recipe.micro_steps(stage, processes.count)
-        self.tokenizer = _tokenizer(recipe)
-        self.model = start_model(recipe, processes)
-        _check_vocabulary(self.model, self.data)
-        self.optimizer = start_optimizer(recipe, self.model)
+    def __init__(self, recipe: Recipe, ours: Processes):
+        self.recipe, self.ours, self.clock = recipe, ours, Clock(recipe, ours)
+        stages = range(len(recipe.stages))
+        for stage in stages:
+            recipe.micro_steps(stage, ours.count)
+        self.data = [recipe.stage_data(stage) for stage in stages]
+        self.held_out = [held_out(recipe, stage) for stage in stages]
+        config = model_config(recipe)
+        _check_vocabulary(config.vocab_size, self.data[0].tokenizer["vocab_size"])
+        self.counted, self.tokenizer = count(config), _tokenizer(recipe)
         self.checkpointer = Checkpointer(recipe.checkpoint_folder, keep=recipe.checkpoints.keep, seed=recipe.seed)
-        self.counted = count(self.model.config)
-        self.step, self.tokens = self._resume()
-        if processes.is_main:
-            print(recipe_text(recipe), flush=True)
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.folder / RECIPE, recipe_text(recipe).encode())
-
-    def _resume(self) -> tuple[int, int]:
-        """Step and tokens to go on from."""
         latest = self.checkpointer.latest()
+        past = {"step": 0, "tokens": 0} if latest is None else self._checked_past(latest)
+
+        self.model = build_model(recipe, config, ours)
+        self.optimizer = start_optimizer(recipe, self.model)
         if latest is None:
-            return 0, 0
-        if self.processes.is_main:
-            print(f"going on from {latest}", flush=True)
-        before = load_recipe(self.folder / RECIPE)
-        state = self.checkpointer.load(latest, self.model, self.optimizer)
-        if changes := forbidden_changes(before, self.recipe, state["step"]):
+            fill_model(self.model, recipe, ours)
+        else:
+            self.checkpointer.load(latest, self.model, self.optimizer)
+        self.step = past["step"]
+        self.seen = past["tokens"] if ours.is_main else 0  # by this process, in tokens; the past is the main one's
+        self._open_folder(past["tokens"])
+
+    def _checked_past(self, checkpoint: str) -> dict:
+        """What the loop saved, if this recipe and its data may go on from there."""
+        past = read_state(checkpoint)
+        if changes := forbidden_changes(build(Recipe, past["recipe"]), self.recipe, past["step"]):
             raise ValueError("\n".join(changes))
-        for stage, (data, saved) in enumerate(zip(self.data, state["data"], strict=False)):
-            begun = state["step"] > sum(self.recipe.steps[:stage])
-            if begun and data.fingerprint != saved:
-                raise ValueError(f"data of stage {stage}: expected the documents that the run began with, got others")
-        return state["step"], state["tokens"]
+        for stage, (data, begun_with) in enumerate(zip(self.data, past["data"], strict=False)):
+            if data.fingerprint != begun_with:
+                folders = ", ".join(data.folders)
+                raise ValueError(f"stages.{stage}: expected the data that the run began with, got other in {folders}")
+        if self.ours.is_main:
+            print(f"going on from {checkpoint}", flush=True)
+        return past
 
-    def train(self) -> None:
-        recipe, ours = self.recipe, self.processes
-        peak = measure_peak(ours.device) if ours.device.type == "cuda" else None
-        meter = StepMeter(self.model, peak_flops=peak, all_reduce=ours.sum, all_reduce_max=ours.maximum)
-        total = sum(steps * recipe.step_tokens(stage) for stage, steps in enumerate(recipe.steps))
-        log = RunLog(
-            self.folder, total_tokens=total, step=self.step, tokens=self.tokens, trackers=recipe.logging.trackers,
-            settings={"recipe": recipe_text(recipe)}, is_main=ours.is_main,
-        )  # fmt: skip
+    def _open_folder(self, tokens: int) -> None:
+        recipe, ours = self.recipe, self.ours
+        self.folder = Path(recipe.output_dir)
+        self.log = RunLog(
+            self.folder,
+            total_tokens=sum(steps * recipe.step_tokens(stage) for stage, steps in enumerate(recipe.steps)),
+            step=self.step,
+            tokens=tokens,
+            trackers=recipe.logging.trackers,
+            settings={"recipe": recipe_text(recipe)},
+            is_main=ours.is_main,
+        )
+        if ours.is_main:
+            write_atomically(self.folder / RECIPE, recipe_text(recipe).encode())
         known = records_of(read_log(self.folder), STEP) if ours.is_main else []
-        spikes = SpikeDetector(record["loss"] for record in known if record["loss"] is not None)
-        clock = Clock(recipe)
-        with log, Interruptible() as interrupt, contextlib.closing(self.checkpointer):
-            for stage, end in enumerate(recipe.ends):
-                if self.step < end and not self._stage(stage, end, meter, log, spikes, clock, interrupt):
-                    return
+        self.spikes = SpikeDetector(record["loss"] for record in known)
+        peak = measure_peak(ours.device) if ours.device.type == "cuda" else None
+        self.meter = StepMeter(self.model, peak_flops=peak, all_reduce=ours.sum, all_reduce_max=ours.maximum)
 
-    def _stage(self, stage: int, end: int, meter, log, spikes, clock, interrupt) -> bool:
-        """Trains to the end of a stage; False if the run is to stop before it."""
-        recipe, model, ours = self.recipe, self.model, self.processes
-        settings, data = recipe.stages[stage], self.data[stage]
-        mesh = ours.mesh(settings.context_parallel)
-        batches = Batches(mesh, settings.micro_batch, ours)
-        begin = end - recipe.steps[stage]
-        with context_parallel(model, mesh["context"]):
-            for step_batches in batches.steps(data, self.step - begin, recipe.steps[stage]):
-                set_learning_rate(self.optimizer, rate := recipe.learning_rate(self.step))
-                norm, last = self._step(step_batches, mesh["context"].size(), meter)
-                self.step += 1
-                over, stop = self.step == end, interrupt.requested() or clock.is_over(ours)
-                save = clock.is_due(self.step, ours) or over or stop
-                if save or _every(recipe.logging.every_steps, self.step):
-                    numbers = meter.read(norm, observe(model, last.inputs) if over else None)
-                    numbers |= {"learning_rate": rate, "spike": spikes.is_spike(numbers["loss"])}
-                    self.tokens += numbers["step_tokens"]
-                    log.write(STEP, self.step, self.tokens, {"stage": settings.name, **numbers})
-                update_router_bias(model, ours.sum)
-                with meter.paused():
-                    if over or _every(recipe.logging.evaluate_every_steps, self.step):
-                        losses = validation_losses(model, recipe, stage, batches, ours)
-                        log.write(VALIDATION, self.step, self.tokens, {"stage": settings.name, **losses})
-                    if save:
-                        self._save(stage, permanent=over, wait=stop)
-                if stop:
-                    if ours.is_main:
-                        print(f"\nstopped after step {self.step}; the same command goes on from there", flush=True)
+    def train(self) -> bool:
+        """Whether the run has come to its end, and not to a stop before."""
+        with self.log, Interruptible() as interrupt, contextlib.closing(self.checkpointer):
+            for stage, end in enumerate(self.recipe.ends):
+                if self.step <= end and not self._stage(stage, interrupt):
                     return False
-        self._end_of_stage(stage, log)
         return True
 
-    def _step(self, batches, ranks_of_a_sequence: int, meter: StepMeter):
+    def _stage(self, stage: int, interrupt: Interruptible) -> bool:
+        """Goes on to the end of a stage; False: to a stop before."""
+        recipe, settings, end = self.recipe, self.recipe.stages[stage], self.recipe.ends[stage]
+        begin = end - recipe.steps[stage]
+        mesh = self.ours.mesh(settings.context_parallel)
+        batches = Batches(mesh, settings.micro_batch, self.ours)
+        with context_parallel(self.model, mesh["context"]):
+            if self.step > begin and not self._is_logged(VALIDATION):
+                self._validate_if_due(stage, batches)  # a run that stopped right after this step has not
+            for step_batches in batches.steps(self.data[stage], self.step - begin, recipe.steps[stage]):
+                set_learning_rate(self.optimizer, rate := recipe.learning_rate(self.step))
+                norm, last = self._step(step_batches)
+                self.step += 1
+                over = self.step == end
+                if over or _every(recipe.logging.every_steps, self.step):
+                    self._log_step(stage, rate, norm, last, over)
+                update_router_bias(self.model, self.ours.sum)
+                stop = interrupt.requested() or self.clock.is_over()
+                if over or stop or self.clock.is_due(self.step):
+                    self._save(stage, permanent=over, wait=stop)
+                if stop:
+                    return False
+                self._validate_if_due(stage, batches)
+        self._end_stage(stage)
+        return True
+
+    def _step(self, batches: Iterator[Batch]) -> tuple[torch.Tensor, Batch]:
         """One optimiser step; returns the norm of its gradients and its last batch."""
-        meter.start_step()
+        self.meter.start_step()
         for batch in batches:
             loss = self.model(**batch.inputs).loss
-            (
-                loss * self.processes.count
-            ).backward()  # FSDP2 takes the mean over the processes, each has a part of the sum
-            flops = training_flops(self.counted, batch.lengths) / ranks_of_a_sequence
-            meter.add(loss.detach() * batch.nats, batch.predictions, batch.tokens, flops)
+            # The losses of the processes are parts of a sum, and FSDP2 takes the mean of their gradients.
+            (loss * self.ours.count).backward()
+            flops = training_flops(self.counted, batch.lengths) / batch.ranks
+            self.meter.add(batch.nats(loss), batch.predictions, batch.tokens, flops)
+            self.seen += batch.tokens
         norm = clip_grad_norm(self.model.parameters(), self.recipe.optimizer.clip_norm or float("inf"))
         self.optimizer.step()
         self.optimizer.zero_grad()
         return norm, batch
 
+    def _log_step(self, stage: int, rate: float, norm: torch.Tensor, last: Batch, over: bool) -> None:
+        with self.meter.paused():
+            observation = observe(self.model, last.inputs) if over else None
+        numbers = self.meter.read(norm, observation)
+        numbers |= {"learning_rate": rate, "spike": self.spikes.is_spike(numbers["loss"])}
+        self._log(STEP, stage, numbers)
+
+    def _log(self, kind: str, stage: int, numbers: dict) -> None:
+        name = self.recipe.stages[stage].name
+        self.log.write(kind, self.step, self.ours.total(self.seen), {"stage": name, **numbers})
+
+    def _is_logged(self, kind: str) -> bool:
+        """Whether the run has a record of a kind after this step."""
+        records = records_of(read_log(self.folder), kind) if self.ours.is_main else []
+        return self.ours.told(any(record["step"] == self.step for record in records))
+
+    def _validate_if_due(self, stage: int, batches: Batches) -> None:
+        due = self.step == self.recipe.ends[stage] or _every(self.recipe.logging.evaluate_every_steps, self.step)
+        if due:
+            with self.meter.paused():
+                data = self.held_out[stage]
+                losses = validation_losses(self.model, self.recipe, stage, data, batches, self.ours)
+            self._log(VALIDATION, stage, losses)
+
     def _save(self, stage: int, *, permanent: bool, wait: bool) -> None:
         state = {
             "step": self.step,
-            "tokens": self.tokens,
-            "stage": stage,
+            "tokens": self.ours.total(self.seen),
+            "recipe": dataclasses.asdict(self.recipe),
             "data": [data.fingerprint for data in self.data[: stage + 1]],
         }
-        self.checkpointer.save(self.step, self.model, self.optimizer, state, permanent=permanent, wait=wait)
+        with self.meter.paused():
+            self.checkpointer.save(self.step, self.model, self.optimizer, state, permanent=permanent, wait=wait)
+        self.clock.restart()
 
-    def _end_of_stage(self, stage: int, log: RunLog) -> None:
+    def _end_stage(self, stage: int) -> None:
         """The model as anyone loads it, and how its loss falls along a long text."""
+        if self._is_logged(STAGE):
+            return
         settings, text = self.recipe.stages[stage], long_text(self.recipe, stage)
-        save_model(self.model, self.folder / "models" / settings.name, self.tokenizer)
-        by_position = None if text is None else loss_by_position(self.model, text, settings.sequence_length)
-        log.write(STAGE, self.step, self.tokens, {"stage": settings.name, "by_position": by_position})
+        with self.meter.paused(), torch.compiler.set_stance("force_eager"):
+            save_model(self.model, self.folder / MODELS / settings.name, self.tokenizer)
+            by_position = None if text is None else loss_by_position(self.model, text, settings.sequence_length)
+        self._log(STAGE, stage, {"by_position": by_position})
 
 
 class Clock:
-    """When a checkpoint is due and when the run must end, by the time of the main process."""
+    """When a checkpoint is due and when the run must end: by the time of the main process, which all follow."""
 
-    def __init__(self, recipe: Recipe):
-        self.limit, self.checkpoints = recipe.limits.max_minutes, recipe.checkpoints
+    def __init__(self, recipe: Recipe, ours: Processes):
+        self.limit, self.checkpoints, self.ours = recipe.limits.max_minutes, recipe.checkpoints, ours
         self.begun = self.saved = time.monotonic()
 
-    def is_over(self, processes: Processes) -> bool:
-        if self.limit is None:
-            return False
-        return _agreed(time.monotonic() - self.begun > 60 * self.limit, processes)
+    def restart(self) -> None:
+        """A checkpoint has been made."""
+        self.saved = time.monotonic()
 
-    def is_due(self, step: int, processes: Processes) -> bool:
-        minutes = self.checkpoints.every_minutes
-        late = minutes is not None and _agreed(time.monotonic() - self.saved > 60 * minutes, processes)
-        if late or _every(self.checkpoints.every_steps, step):
-            self.saved = time.monotonic()
-            return True
-        return False
+    def is_over(self) -> bool:
+        return self._are_over(self.limit, self.begun)
 
+    def is_due(self, step: int) -> bool:
+        return _every(self.checkpoints.every_steps, step) or self._are_over(self.checkpoints.every_minutes, self.saved)
 
-def _agreed(flag: bool, processes: Processes) -> bool:
-    """Whether the main process says so."""
-    if processes.count == 1:
-        return flag
-    said = torch.tensor(float(flag and processes.is_main), device=processes.device)
-    processes.sum(said)
-    return bool(said)
+    def _are_over(self, minutes: float | None, since: float) -> bool:
+        return minutes is not None and self.ours.told(time.monotonic() - since >= 60 * minutes)
 
 
 def _every(steps: int | None, step: int) -> bool:
@@ -211,7 +254,6 @@ def _tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(Path(next(iter(recipe.data.folders.values()))) / TOKENIZER)
 
 
-def _check_vocabulary(model: MoeLcForCausalLM, data: list[StageData]) -> None:
-    wanted, got = model.config.vocab_size, data[0].tokenizer["vocab_size"]
-    if got > wanted:
-        raise ValueError(f"data.folders: expected token ids below the model's vocabulary of {wanted}, got {got}")
+def _check_vocabulary(of_model: int, of_data: int) -> None:
+    if of_data > of_model:
+        raise ValueError(f"data.folders: expected token ids below the model's vocabulary of {of_model}, got {of_data}")

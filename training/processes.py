@@ -24,29 +24,39 @@ warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a v
 
 @dataclass(frozen=True)
 class Processes:
-    """This process, number `rank` of `count`, and where it computes."""
+    """This process, number `rank` of `count`, and where it computes. What a method returns or leaves is the same on all
+    of them, so all must call it. `host`: a group of all for the CPU, where there are several."""
 
     rank: int
     count: int
     device: torch.device
+    host: dist.ProcessGroup | None
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     def sum(self, tensor: torch.Tensor) -> None:
-        """Over all processes, in place."""
+        """Over all processes, in place; `tensor` is on the device."""
         if self.count > 1:
             dist.all_reduce(tensor)
 
     def maximum(self, tensor: torch.Tensor) -> None:
-        """Over all processes, in place."""
+        """Over all processes, in place; `tensor` is on the device."""
         if self.count > 1:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
 
-    def barrier(self) -> None:
-        if self.count > 1:
-            dist.barrier()
+    def total(self, number: int) -> int:
+        """The sum over all processes. Between CPUs: nobody waits for a device."""
+        if self.host is None:
+            return number
+        summed = torch.tensor(number)
+        dist.all_reduce(summed, group=self.host)
+        return int(summed)
+
+    def told(self, fact: bool) -> bool:
+        """What the main process says."""
+        return self.total(int(fact and self.is_main)) > 0
 
     def mesh(self, context_parallel: int) -> DeviceMesh:
         """[data, context]: neighbours share a sequence."""
@@ -56,17 +66,23 @@ class Processes:
 
 @contextlib.contextmanager
 def processes() -> Iterator[Processes]:
-    """Joins the processes that a launcher started, or stands alone; a process group is there in both cases."""
-    state = PartialState()
-    alone = not dist.is_initialized()
-    if alone:
-        backend = "nccl" if state.device.type == "cuda" else "gloo"
+    """Joins the processes that a launcher started, or stands alone; a process group is there in both cases, and gone
+    afterwards unless it was there before."""
+    found = dist.is_initialized()
+    device = PartialState().device
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    rank, count = dist.get_rank(), dist.get_world_size()
     try:
-        yield Processes(dist.get_rank(), dist.get_world_size(), state.device)
-    finally:
-        if alone:
+        yield Processes(rank, count, device, dist.new_group(backend="gloo") if count > 1 else None)
+    except BaseException:
+        # Others may wait for this process in a collective, and the end of a group would wait with them.
+        if count == 1 and not found:
             dist.destroy_process_group()
+        raise
+    if not found:
+        dist.destroy_process_group()
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from modeling_moe_lc import MoeLcForCausalLM, update_router_bias
 from modeling_moe_lc.configuration.presets import load_preset
-from modeling_moe_lc.training.optim import adamw, initialise, set_learning_rate, warmup_cosine
+from modeling_moe_lc.training.optim import adamw, cosine, initialise, set_learning_rate
 
 
 STEPS, BATCH, LENGTH, SMOOTH = 200, 4, 1024, 10
@@ -33,7 +33,7 @@ def losses(attention, experts):
     optimizer = adamw(model)
     history = []
     for step, ids in enumerate(batches()):
-        set_learning_rate(optimizer, warmup_cosine(step, STEPS, peak=3e-4, warmup=20))
+        set_learning_rate(optimizer, cosine(step, STEPS, 3e-4, 3e-5, warmup=20))
         with torch.autocast("cuda", dtype=torch.bfloat16):
             loss = model(input_ids=ids, labels=ids).loss
         loss.backward()

@@ -21,7 +21,6 @@ from modeling_moe_lc.training.optim import (
     muon,
     set_learning_rate,
     treatments,
-    warmup_cosine,
     warmup_steps,
     wsd,
 )
@@ -187,7 +186,7 @@ def test_cosine_and_wsd_have_their_shapes():
 
 
 def test_learning_rate_rises_to_its_peak_and_falls_to_a_tenth():
-    rates = [warmup_cosine(step, 40, 0.5, warmup=8) for step in range(40)]
+    rates = [cosine(step, 40, 0.5, 0.05, warmup=8) for step in range(40)]
     assert rates[:8] == pytest.approx([0.5 * (step + 1) / 8 for step in range(8)])
     assert all(later < earlier for earlier, later in itertools.pairwise(rates[7:]))
     assert rates[-1] == pytest.approx(0.05)

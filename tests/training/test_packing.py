@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from modeling_moe_lc.training.packing import IGNORED, PackedBatches, collate, count_tokens, pack, split_document
+from modeling_moe_lc.training.packing import IGNORED, collate, count_tokens, pack, split_document
 
 
 LENGTH = 97
@@ -76,23 +76,8 @@ def test_labels_predict_nothing_across_a_border():
     assert borders.tolist() == [0, *itertools.accumulate(map(len, whole))]
 
 
-def test_every_pass_sees_every_pack_once_in_its_own_order_whatever_was_asked_before():
-    packs = pack(documents(5), LENGTH)
-    batches = PackedBatches(packs, packs_per_batch=4, seed=7)
-    forwards = [batches[step] for step in range(2 * len(packs) // 4)]
-    assert [batches[step] for step in reversed(range(len(forwards)))] == forwards[::-1]
-    slots = [id(one) for batch in forwards for one in batch]
-    first, second = slots[: len(packs)], slots[len(packs) : 2 * len(packs)]
-    assert sorted(first) == sorted(map(id, packs))
-    assert len(set(second)) == len(second)
-    assert first[: len(second)] != second
-    assert [PackedBatches(packs, 4, seed=8)[step] for step in range(len(forwards))] != forwards
-
-
 def test_bad_inputs_are_named():
     with pytest.raises(ValueError, match="length: expected more than the 1 tokens of the prefix, got 1"):
         split_document([1, 2], 1, prefix=[BOS])
     with pytest.raises(ValueError, match="document: expected at least one token"):
         pack([[1], []], LENGTH)
-    with pytest.raises(ValueError, match="packs: expected at least one"):
-        PackedBatches([], 1, seed=0)
