@@ -16,7 +16,6 @@ ONLY_VALUE = {
     "swiglu_limit": None,
     "final_logit_softcapping": None,
     "aux_loss_alpha": 0.0,
-    "expert_quantization": None,
 }
 BALANCE_METHODS = ("quantile", "load_quantile", "sign", "none")
 
@@ -193,3 +192,48 @@ def check_router_balance(config, defaults: dict[str, Any]) -> dict[str, Any]:
     whole = config.num_experts_per_token == config.num_experts
     expect(not (whole and method == "quantile"), "router_balance.method", "not 'quantile' with all experts on", method)
     return balance
+
+
+VISION_CONSTANTS = {  # released fields that choose between modules, with the one that is implemented
+    "pos_emb_type": "divided_fixed",
+    "pos_emb_interpolation_mode": "bilinear",
+    "merge_type": "sd2_tpool",
+    "mm_projector_type": "patchmergerv2",
+    "norm_type": "rmsnorm",
+    "mlp_type": "mlp2",
+    "attn_bias": False,
+    "linear_bias": False,
+    "patch_embed_proj_bias": False,
+}
+
+
+def check_vision(config) -> None:
+    for field, only in VISION_CONSTANTS.items():
+        expect(getattr(config, field) == only, field, repr(only), getattr(config, field))
+    positive = (
+        "patch_size init_pos_emb_height init_pos_emb_width init_pos_emb_time vt_num_attention_heads "
+        "vt_num_hidden_layers vt_hidden_size vt_intermediate_size qkv_hidden_size projector_ln_eps rms_norm_eps"
+    )
+    for field in positive.split():
+        expect(getattr(config, field) > 0, field, "a positive number", getattr(config, field))
+    heads, width, qkv = config.vt_num_attention_heads, config.vt_hidden_size, config.qkv_hidden_size
+    whole = qkv % heads == 0 and qkv // heads % 4 == 0
+    expect(whole, "qkv_hidden_size", f"{heads} heads (vt_num_attention_heads) of a multiple of 4 channels", qkv)
+    expect(width % 2 == 0, "vt_hidden_size", "an even number (sines and cosines of the time table)", width)
+    expect(config.mm_hidden_size == width, "mm_hidden_size", f"vt_hidden_size ({width})", config.mm_hidden_size)
+    kernel = config.merge_kernel_size
+    fits = len(kernel) == 2 and all(isinstance(side, int) and side > 0 for side in kernel)
+    expect(fits, "merge_kernel_size", "two positive integers, rows and columns", kernel)
+
+
+def check_multimodal(config) -> None:
+    """Fields of a text, a vision and an outer configuration that must agree."""
+    text, vision = config.text_config, config.vision_config
+    width = vision.text_hidden_size
+    expect(width == text.hidden_size, "vision_config.text_hidden_size", f"hidden_size ({text.hidden_size})", width)
+    token, size = config.media_placeholder_token_id, text.vocab_size
+    expect(0 <= token < size, "media_placeholder_token_id", f"an id below vocab_size ({size})", token)
+    expect(config.ignore_index == -100, "ignore_index", "-100", config.ignore_index)
+    for field in ("tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id"):
+        inner, outer = getattr(text, field), getattr(config, field)
+        expect(outer == inner, field, f"that of text_config ({inner!r})", outer)

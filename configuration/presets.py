@@ -1,12 +1,14 @@
-"""Named model sizes, one JSON file each in `presets/`."""
+"""Named model sizes, one JSON file each in `presets/`: the fields of a text model, in some with a vision tower beside it."""
 
 import json
 from pathlib import Path
+from typing import Any
 
-from .configuration_moe_lc import MoeLcTextConfig
+from .configuration_moe_lc import MoeLcConfig, MoeLcTextConfig
 
 
 FOLDER = Path(__file__).parent / "presets"
+MULTIMODAL_FIELDS = ("vision_config", "media_placeholder_token_id")
 
 
 def preset_names() -> list[str]:
@@ -14,12 +16,43 @@ def preset_names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
+def multimodal_preset_names() -> list[str]:
+    """Those that have a vision tower."""
+    return [name for name in preset_names() if "vision_config" in _fields(name)]
+
+
 def load_preset(name: str, **overrides) -> MoeLcTextConfig:
-    """The configuration called `name`, with some fields replaced.
+    """The text configuration called `name`, with some fields replaced.
 
     Raises `ValueError` for an unknown name, naming the known ones.
     """
+    fields = {key: value for key, value in _fields(name).items() if key not in MULTIMODAL_FIELDS}
+    return MoeLcTextConfig(**{**fields, **overrides})
+
+
+def load_multimodal_preset(
+    name: str,
+    *,
+    vision_config: dict[str, Any] | None = None,
+    media_placeholder_token_id: int | None = None,
+    **overrides,
+) -> MoeLcConfig:
+    """The preset called `name` with its vision tower, with some fields of the tower and of the text model replaced.
+
+    Raises `ValueError` for a preset that is unknown or has no tower, naming those that have one.
+    """
+    if name not in multimodal_preset_names():
+        raise ValueError(f"preset: expected one of {multimodal_preset_names()}, got {name!r}")
+    fields = _fields(name)
+    token = fields["media_placeholder_token_id"] if media_placeholder_token_id is None else media_placeholder_token_id
+    return MoeLcConfig(
+        text_config=load_preset(name, **overrides),
+        vision_config={**fields["vision_config"], **(vision_config or {})},
+        media_placeholder_token_id=token,
+    )
+
+
+def _fields(name: str) -> dict[str, Any]:
     if name not in preset_names():
         raise ValueError(f"preset: expected one of {preset_names()}, got {name!r}")
-    fields = json.loads((FOLDER / f"{name}.json").read_text())
-    return MoeLcTextConfig(**{**fields, **overrides})
+    return json.loads((FOLDER / f"{name}.json").read_text())

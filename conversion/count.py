@@ -8,12 +8,15 @@ from pathlib import Path
 
 import torch
 
-from ..configuration.configuration_moe_lc import MoeLcTextConfig
-from ..configuration.presets import load_preset, preset_names
+from ..configuration.configuration_moe_lc import KimiK3Config, MoeLcConfig, MoeLcTextConfig
+from ..configuration.presets import load_multimodal_preset, load_preset, multimodal_preset_names, preset_names
 from ..modeling_moe_lc import MoeLcForCausalLM
+from ..modeling_moe_lc_vl import MoeLcForConditionalGeneration
 
 
+VISION_TERMS = (("vision_tower.", "vision tower"), ("mm_projector.", "projector"))
 TERMS = (  # first fragment found in a tensor's name wins
+    *VISION_TERMS,
     ("embed_tokens", "embedding"),
     ("lm_head", "head"),
     ("block_sparse_moe.experts", "routed experts"),
@@ -45,14 +48,16 @@ class Count:
         return self.matmul_flops + self.kda_flops + self.mla_flops_per_context_token * context // 2
 
 
-def count(config: MoeLcTextConfig) -> Count:
+def count(config: MoeLcTextConfig | MoeLcConfig) -> Count:
     """Counts the model that `config` describes; nothing is allocated.
 
-    Active parameters are those a token meets: the head but not the embedding, and `num_experts_per_token` experts.
+    Active parameters are those a text token meets: the head but not the embedding, `num_experts_per_token` experts, and
+    nothing of a vision tower.
     State: FP32 recurrent state and 16-bit convolution inputs of all KDA layers. Cache: 16-bit latents of all MLA layers.
     """
     with torch.device("meta"):
-        model = MoeLcForCausalLM(config)
+        model = (MoeLcForConditionalGeneration if isinstance(config, MoeLcConfig) else MoeLcForCausalLM)(config)
+    config = config.get_text_config()
     terms: Counter[str] = Counter()
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -62,7 +67,8 @@ def count(config: MoeLcTextConfig) -> Count:
     total = terms.total()
     head = terms["embedding"] if config.tie_word_embeddings else 0
     used = routed // config.num_experts * config.num_experts_per_token
-    active = total - terms["embedding"] + head - routed + used
+    unseen = terms["embedding"] + sum(terms[term] for _, term in VISION_TERMS)
+    active = total - unseen + head - routed + used
 
     kinds, linear = Counter(config.layer_types), config.linear_attn_config
     heads, dim = linear["num_heads"], linear["head_dim"]
@@ -88,6 +94,17 @@ def _term(name: str, config: MoeLcTextConfig) -> str:
     return next((term for fragment, term in TERMS if fragment in name), "other")
 
 
+def _from_path(path: Path) -> MoeLcTextConfig | MoeLcConfig:
+    file = path / "config.json" if path.is_dir() else path
+    model_type = json.loads(file.read_text(encoding="utf-8")).get("model_type")
+    multimodal = model_type in (MoeLcConfig.model_type, KimiK3Config.model_type)
+    return (MoeLcConfig if multimodal else MoeLcTextConfig).from_pretrained(path)
+
+
+def _from_preset(name: str) -> MoeLcTextConfig | MoeLcConfig:
+    return load_multimodal_preset(name) if name in multimodal_preset_names() else load_preset(name)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config", help=f"a preset ({', '.join(preset_names())}) or a folder or file with a config.json"
@@ -98,8 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     path = Path(args.config)
-    config = MoeLcTextConfig.from_pretrained(path) if path.exists() else load_preset(args.config)
-    counted = count(config)
+    counted = count(_from_path(path) if path.exists() else _from_preset(args.config))
     flops = {context: counted.flops_per_token(context) for context in args.context}
     if args.json:
         print(json.dumps({**asdict(counted), "flops_per_token": flops}))

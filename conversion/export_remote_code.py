@@ -25,6 +25,20 @@ AUTO_CLASSES = {
         "AutoModel": "modeling_moe_lc.MoeLcTextModel",
         "AutoModelForCausalLM": "modeling_moe_lc.MoeLcForCausalLM",
     },
+    "moe_lc": {
+        "AutoConfig": "configuration.configuration_moe_lc.MoeLcConfig",
+        "AutoModel": "modeling_moe_lc_vl.MoeLcModel",
+        "AutoModelForCausalLM": "modeling_moe_lc_vl.MoeLcForConditionalGeneration",
+        "AutoModelForImageTextToText": "modeling_moe_lc_vl.MoeLcForConditionalGeneration",
+        "AutoModelForMultimodalLM": "modeling_moe_lc_vl.MoeLcForConditionalGeneration",
+    },
+}
+
+# Where `processor_config.json` names our processor: the part of that file -> Auto class -> class.
+PROCESSOR, PROCESSOR_FILE = "MoeLcProcessor", "processor_config.json"
+PROCESSOR_CLASSES = {
+    None: {"AutoProcessor": "processing_moe_lc.MoeLcProcessor"},
+    "image_processor": {"AutoImageProcessor": "image_processing_moe_lc.MoeLcImageProcessor"},
 }
 
 # What save_pretrained and the tokenizers write; pickles and the code of an earlier export are left behind.
@@ -53,7 +67,12 @@ def export_remote_code(checkpoint: str | Path, out: str | Path, *, overwrite: bo
     config = _checked_config(checkpoint)
     _check_out(out, checkpoint, overwrite=overwrite)
     auto_classes = AUTO_CLASSES[config["model_type"]]
-    entries = {path.rpartition(".")[0] for path in auto_classes.values()}
+    processor = _processor_config(checkpoint)
+    paths = [
+        *auto_classes.values(),
+        *(path for part in PROCESSOR_CLASSES.values() for path in part.values() if processor),
+    ]
+    entries = {path.rpartition(".")[0] for path in paths}
     sources = import_closure(PACKAGE, sys.modules[PACKAGE].__path__, sorted(entries))
     config["auto_map"] = {auto: _class_reference(path) for auto, path in auto_classes.items()}
 
@@ -69,6 +88,8 @@ def export_remote_code(checkpoint: str | Path, out: str | Path, *, overwrite: bo
         for name, source in sources.items():
             (staged / name).write_bytes(source.encode())
         (staged / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if processor:
+            (staged / PROCESSOR_FILE).write_text(json.dumps(processor, indent=2) + "\n", encoding="utf-8")
         if out.exists():
             out.rename(Path(scratch, "replaced"))
         staged.rename(out)
@@ -87,6 +108,18 @@ def _carried_files(checkpoint: Path) -> set[Path]:
                         raise ValueError(f"{settings}: auto_map: expected {code.name} beside it, got no such file")
                     files |= {code, *map(Path, get_relative_import_files(code))}
     return {file for file in files if file.is_file()}
+
+
+def _processor_config(checkpoint: Path) -> dict | None:
+    """Our processor's settings with an `auto_map`, or None where the checkpoint has no processor of ours."""
+    file = checkpoint / PROCESSOR_FILE
+    settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if settings.get("processor_class") != PROCESSOR:
+        return None
+    for part, classes in PROCESSOR_CLASSES.items():
+        here = settings if part is None else settings[part]
+        here["auto_map"] = {auto: _class_reference(path) for auto, path in classes.items()}
+    return settings
 
 
 def _class_reference(path: str) -> str:

@@ -24,11 +24,15 @@ ABSORBED_TOKENS = 16  # up to this many new tokens, reading latents costs less t
 
 
 def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
-    """The definition: `[B, H, T, D]` and an additive or boolean mask (None: causal) -> `[B, T, H, V]` and the weights."""
+    """The definition: `[B, H, T, D]` and an additive or boolean mask -> `[B, T, H, V]` and the weights.
+
+    Without a mask the module says whether it is causal.
+    """
     scores = query @ key.transpose(-1, -2) * scaling  # [B, H, T, S]
     if attention_mask is None:
         tokens, seen = scores.shape[-2:]
-        attention_mask = torch.ones(tokens, seen, dtype=torch.bool, device=scores.device).tril(seen - tokens)
+        attention_mask = torch.ones(tokens, seen, dtype=torch.bool, device=scores.device)
+        attention_mask = attention_mask.tril(seen - tokens) if module.is_causal else attention_mask
     if attention_mask.dtype == torch.bool:
         scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
     else:

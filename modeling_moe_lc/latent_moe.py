@@ -23,6 +23,7 @@ class MoeLcExperts(nn.Module):
         self.intermediate_dim = config.moe_intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * self.intermediate_dim, self.hidden_dim))
         self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim))
+        self.released_scales: dict[str, torch.Tensor] = {}  # of MXFP4 weights: released_experts.py
 
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         """What transformers' own expert backends call between the two products."""

@@ -5,7 +5,8 @@ blocks         finished blocks of the attention residuals, the first is the embe
 """
 
 import math
-from typing import Unpack
+from collections.abc import Callable
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -101,7 +102,7 @@ class MoeLcPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        std = self.config.initializer_range
+        std = self.config.get_text_config().initializer_range
         if isinstance(module, (nn.Linear, nn.Embedding)):
             init.normal_(module.weight, std=std)
         elif isinstance(module, (RMSNorm, GatedRMSNorm)):
@@ -232,7 +233,40 @@ def _token_mask(attention_mask, length: int, segments: Segments | None) -> torch
     return mask[:, -length:].flatten().bool()
 
 
-class MoeLcForCausalLM(MoeLcPreTrainedModel, GenerationMixin):
+class LanguageModelHead:
+    """What models with an `lm_head` share."""
+
+    config: Any
+    training: bool
+    lm_head: nn.Module
+    loss_function: Callable
+
+    def with_head(
+        self, outputs: MoeModelOutputWithPast, labels, logits_to_keep, **kwargs
+    ) -> MoeCausalLMOutputWithPast:
+        """Logits and loss from what the decoder returned."""
+        config = self.config.get_text_config()
+        hidden_states = outputs.last_hidden_state  # [B, T, D]
+        logits = loss = None
+        if self.training and labels is not None and config.loss_chunk_size is not None:
+            chosen: dict[str, Any] = {"impl": operator_impl(config)}
+            chosen |= {k: kwargs[k] for k in ("num_items_in_batch", "shift_labels", "ignore_index") if k in kwargs}
+            loss = chunked_causal_lm_loss(hidden_states, self.lm_head, labels, config.loss_chunk_size, **chosen)
+        else:
+            logits = self.lm_head(keep_logits(hidden_states, logits_to_keep))  # [B, T, vocabulary]
+            if labels is not None:
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=config.vocab_size, **kwargs)
+        return MoeCausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            router_logits=outputs.router_logits,
+        )
+
+
+class MoeLcForCausalLM(LanguageModelHead, MoeLcPreTrainedModel, GenerationMixin):
     """The decoder with its language-model head."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -274,24 +308,7 @@ class MoeLcForCausalLM(MoeLcPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
-        hidden_states = outputs.last_hidden_state  # [B, T, D]
-        logits = loss = None
-        if self.training and labels is not None and self.config.loss_chunk_size is not None:
-            chosen = {k: kwargs[k] for k in ("num_items_in_batch", "shift_labels", "ignore_index") if k in kwargs}
-            chosen |= {"impl": operator_impl(self.config)}
-            loss = chunked_causal_lm_loss(hidden_states, self.lm_head, labels, self.config.loss_chunk_size, **chosen)
-        else:
-            logits = self.lm_head(keep_logits(hidden_states, logits_to_keep))  # [B, T, vocabulary]
-            if labels is not None:
-                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return MoeCausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            router_logits=outputs.router_logits,
-        )
+        return self.with_head(outputs, labels, logits_to_keep, **kwargs)
 
 
 register_backends()

@@ -7,6 +7,7 @@ from transformers.masking_utils import sdpa_mask
 
 from .gated_mla import eager_attention_forward
 from .latent_moe import triton_experts_forward
+from .quantizer_mxfp4 import register_quantizer
 
 
 def register_backends() -> None:
@@ -20,3 +21,4 @@ def register_backends() -> None:
     AttentionInterface.register("moe_lc_triton", sdpa_attention_forward)
     AttentionMaskInterface.register("moe_lc_triton", sdpa_mask)
     ExpertsInterface.register("moe_lc_triton", triton_experts_forward)
+    register_quantizer()

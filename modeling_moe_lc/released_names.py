@@ -5,15 +5,18 @@ parameters that stay in FP32 live in submodules; an AttnRes site is one module. 
 `config.checkpoint_layout`; every released shape is read, whatever the layout.
 """
 
+import re
+
 import torch
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
     ConversionOps,
-    MergeModulelist,
     WeightConverter,
     WeightRenaming,
 )
+
+from .released_experts import expert_converters
 
 
 A_LOG_PADDING = 128  # K3 stores A_log padded with zeros to a multiple of this
@@ -31,6 +34,21 @@ class DropPrefix(WeightRenaming):
         return WeightRenaming(r"^$", r"^$")
 
 
+class MovePrefix(WeightRenaming):
+    """`released.` on disk, `ours.` in memory, where a model without a head lacks the leading `model.` of `ours`."""
+
+    __slots__ = ("ours", "released")
+
+    def __init__(self, released: str, ours: str):
+        self.released, self.ours = released, ours
+        super().__init__(rf"^{re.escape(released)}\.(.+)", rf"{ours}.\1")
+
+    def reverse_transform(self) -> WeightRenaming:
+        inner = re.escape(self.ours.removeprefix("model."))
+        outer = r"(?:model\.)?" if self.ours.startswith("model.") else ""
+        return WeightRenaming(rf"^{outer}{inner}\.(.+)", rf"{self.released}.\1")
+
+
 class _ReadReleased(ConversionOps):
     """Reads one tensor in any released form; `reverse_op` writes the form of `config.checkpoint_layout`."""
 
@@ -39,7 +57,7 @@ class _ReadReleased(ConversionOps):
     def convert(self, input_dict, source_patterns, target_patterns, config=None, **kwargs):
         (tensors,) = input_dict.values()
         tensor = tensors[0] if isinstance(tensors, list) else tensors
-        return {target_patterns[0]: self.read(tensor, config, source_patterns[0])}
+        return {target_patterns[0]: self.read(tensor, config.get_text_config(), source_patterns[0])}
 
     def read(self, tensor: torch.Tensor, config, name: str) -> torch.Tensor:
         return tensor
@@ -55,7 +73,7 @@ class _WriteReleased(ConversionOps):
     def convert(self, input_dict, source_patterns, target_patterns, config=None, **kwargs):
         (tensors,) = input_dict.values()
         tensor = tensors[0] if isinstance(tensors, list) else tensors
-        return {target_patterns[0]: self.write(tensor, config)}
+        return {target_patterns[0]: self.write(tensor, config.get_text_config())}
 
     def write(self, tensor: torch.Tensor, config) -> torch.Tensor:
         return in_released_dtype(tensor, config)
@@ -143,17 +161,21 @@ def released_mapping() -> list[WeightRenaming | WeightConverter]:
             "shared_experts.gate_up_proj.weight",
             [Concatenate(dim=0)],
         ),
-        WeightConverter(
-            ["block_sparse_moe.experts.*.w1.weight", "block_sparse_moe.experts.*.w3.weight"],
-            "block_sparse_moe.experts.gate_up_proj",
-            [MergeModulelist(dim=0), Concatenate(dim=1)],
-        ),
-        WeightConverter(
-            "block_sparse_moe.experts.*.w2.weight", "block_sparse_moe.experts.down_proj", [MergeModulelist(dim=0)]
-        ),
+        *expert_converters(),
     ]
 
 
 def register_released_names(model_type: str) -> None:
     """Makes `from_pretrained` and `save_pretrained` of `model_type` use the released names. Safe to call twice."""
     register_checkpoint_conversion_mapping(model_type, released_mapping(), overwrite=True)
+
+
+def register_multimodal_names(model_type: str) -> None:
+    """The same for a model that holds tower, projector and text model; the text model brings its own names."""
+    mapping = [
+        MovePrefix("language_model.lm_head", "lm_head"),  # last while saving: the next one would move it once more
+        MovePrefix("language_model.model", "model.language_model"),
+        MovePrefix("vision_tower", "model.vision_tower"),
+        MovePrefix("mm_projector", "model.mm_projector"),
+    ]
+    register_checkpoint_conversion_mapping(model_type, mapping, overwrite=True)

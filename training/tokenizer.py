@@ -5,6 +5,8 @@ import json
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from ..chat import CHAT_TOKENS, load_chat_template
+
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -22,18 +24,18 @@ PROBE = "def f(x):\n\t\treturn  x + 1234567.5\r\n\n  The cat's 3 hats; naïve\u0
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, model_max_length: int) -> "PreTrainedTokenizerFast":
     """Trains a byte-level BPE tokenizer: lossless (decode(encode(text)) is text), with the special tokens
-    `<|bos|>`, `<|eos|>`, `<|pad|>` as ids 0, 1, 2. Encoding adds no special tokens.
+    `<|bos|>`, `<|eos|>`, `<|pad|>` as ids 0, 1, 2, those of conversations and media (`CHAT_TOKENS`) behind them, and the
+    chat template. Encoding adds no special tokens.
 
     Raises ValueError if `vocab_size` cannot hold the 256 bytes and the special tokens.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    if vocab_size < len(alphabet) + 3:
-        raise ValueError(
-            f"vocab_size: expected at least {len(alphabet) + 3} (bytes and special tokens), got {vocab_size}"
-        )
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), [BOS, EOS, PAD, *CHAT_TOKENS]
+    smallest = len(alphabet) + len(special)
+    if vocab_size < smallest:
+        raise ValueError(f"vocab_size: expected at least {smallest} (bytes and special tokens), got {vocab_size}")
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -43,7 +45,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, model_max_length: int
     )
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[BOS, EOS, PAD], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     backend.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
@@ -54,6 +56,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, model_max_length: int
         padding_side="left",
         model_max_length=model_max_length,
         clean_up_tokenization_spaces=False,
+        chat_template=load_chat_template(),
     )
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from modeling_moe_lc.configuration.presets import load_preset
+from modeling_moe_lc.configuration.presets import load_multimodal_preset, load_preset
 from modeling_moe_lc.conversion.count import count
 from modeling_moe_lc.training.cli import main
 
@@ -21,6 +21,15 @@ def test_totals(preset, total, active):
     assert counted.total == total
     assert active is None or counted.active == active
     assert "other" not in counted.terms
+
+
+def test_total_of_k3_with_vision(capsys):
+    counted = count(load_multimodal_preset("kimi-k3"))
+    assert (counted.total, counted.active) == (2_779_931_834_976, 104_189_612_640)
+    assert (counted.terms["vision tower"], counted.terms["projector"]) == (401_214_464, 46_144_512)
+    assert "other" not in counted.terms
+    main(["count", "kimi-k3"])
+    assert "2,779,931,834,976" in capsys.readouterr().out
 
 
 def test_state_and_cache_of_k3():

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from modeling_moe_lc import MoeLcForCausalLM
-from modeling_moe_lc.configuration.presets import load_preset
+from modeling_moe_lc import MoeLcForCausalLM, MoeLcForConditionalGeneration
+from modeling_moe_lc.configuration.presets import load_multimodal_preset, load_preset
 
 
 def shaken(model, seed=0):
@@ -49,5 +49,29 @@ def ids():
     def make(batch, length, seed=0):
         generator = torch.Generator().manual_seed(1000 * length + batch + seed)
         return torch.randint(3, 512, (batch, length), generator=generator)
+
+    return make
+
+
+@pytest.fixture
+def tiny_multimodal():
+    """`tiny_multimodal(**overrides)`: the same with a vision tower of 2 blocks, patches of 4 x 4 pixels."""
+
+    def build(seed=0, **overrides):
+        torch.manual_seed(seed)
+        return shaken(MoeLcForConditionalGeneration(load_multimodal_preset("tiny", **overrides)), seed).eval()
+
+    return build
+
+
+@pytest.fixture
+def pictures():
+    """`pictures((1, 4, 6), ...)`: `pixel_values` and `grid_thws` of items of so many frames, rows and columns."""
+
+    def make(*shapes, seed=0, patch=4):
+        generator = torch.Generator().manual_seed(seed)
+        patches = sum(t * h * w for t, h, w in shapes)
+        pixels = torch.randn(patches, 3, patch, patch, generator=generator)
+        return {"pixel_values": pixels, "grid_thws": torch.tensor(shapes).view(-1, 3)}
 
     return make

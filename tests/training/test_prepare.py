@@ -330,7 +330,7 @@ def test_bad_sources_are_named(tmp_path):
         (("--validation-share", "1"), "validation_share: expected a number from 0 to below 1, got 1.0"),
         (("--workers", "0"), "workers: expected at least 1, got 0"),
         (("--shard-tokens", "0"), "shard_tokens: expected at least 1, got 0"),
-        (("--train-tokenizer", "9"), "vocab_size: expected at least 259"),
+        (("--train-tokenizer", "9"), "vocab_size: expected at least 267"),
         (("--join-depth", "-1"), "join_depth: expected at least 0, got -1"),
     ),
 )
