@@ -15,6 +15,10 @@ COMMANDS = {
         "train a small model from scratch on this Python's standard library, on a CPU",
     ),
     "count": (f"{PACKAGE}.conversion.count", "count parameters, cache bytes and FLOPs of a preset"),
+    "convert": (
+        f"{PACKAGE}.conversion.convert",
+        "convert a checkpoint of any size to another layout or dtype, resumably",
+    ),
     "export-remote-code": (
         f"{PACKAGE}.conversion.export_remote_code",
         "write model files that load with trust_remote_code, without this package",
