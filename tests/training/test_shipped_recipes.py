@@ -47,7 +47,7 @@ def test_nano_is_what_the_demo_trains():
     assert list(recipe.steps) == demo.STEPS and [stage.sequence_length for stage in recipe.stages] == args.lengths
     assert (recipe.tokens_per_step, recipe.model.base) == (args.tokens_per_step, args.preset)
     assert (recipe.optimizer.learning_rate, recipe.warmup_steps) == (args.learning_rate, args.warmup)
-    assert recipe.router_balance.method == args.balance
+    assert (recipe.optimizer.clip_norm, recipe.router_balance.method) == (1.0, args.balance)
 
 
 def test_recipes_are_in_the_package():
