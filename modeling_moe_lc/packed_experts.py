@@ -42,7 +42,7 @@ class PackedExperts(nn.Module):
             return "triton"
         if asked not in (None, "eager"):
             raise ValueError(f"experts_implementation: expected 'eager' with experts in MXFP4, got {asked!r}")
-        return operator_impl(self.config, triton=False)
+        return operator_impl(self.config)
 
     @classmethod
     @torch.no_grad()

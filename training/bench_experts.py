@@ -1,5 +1,6 @@
 """`moe-lc bench experts`: the routed expert MLPs beside transformers' `grouped_mm`, eager and compiled, and their floor.
 
+With --mxfp4 on packed weights beside BF16 ones, see `bench_experts_mxfp4.py`.
 BF16 with SiTU-GLU. "balanced": every expert is as likely; "skewed": popularity falls as 1 / rank (Zipf).
 """
 
@@ -18,6 +19,7 @@ from .bench_operator import BACKWARD, EAGER, FORWARD, GRAPH, Case, Implementatio
 
 
 CAPS = {"beta": 4.0, "linear_beta": 25.0}
+ARGUMENTS = ("x", "indices", "weights", "gate_up_proj", "down_proj")
 CHECKED_TOKENS, CHECKED_EXPERTS = 256, 16
 DECODED = 32  # a size with at most so many tokens is a step of decoding
 WHOLE_LAYER = 512  # from so many experts of K3's width on, gradients leave no room for a comparison
@@ -127,7 +129,7 @@ def directions(case: Case) -> tuple[str, ...]:
 
 
 def call(impl: str, x: Inputs) -> Inputs:
-    return {"o": expert_mlp(**x, **CAPS, impl=impl)}
+    return {"o": expert_mlp(**{name: x[name] for name in ARGUMENTS}, **CAPS, impl=impl)}
 
 
 def _recorded() -> dict:
@@ -211,7 +213,12 @@ def transformers_experts() -> nn.Module:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     bench_operator.add_arguments(PROBLEM, parser)
+    parser.add_argument("--mxfp4", action="store_true", help="weights in MXFP4 beside BF16, with sizes of its own")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.mxfp4:
+        from . import bench_experts_mxfp4 as packed
+
+        return bench_operator.run(packed.PROBLEM, packed.implementations, args)
     return bench_operator.run(PROBLEM, implementations, args)

@@ -10,6 +10,7 @@ again, chunk by chunk.
 """
 
 import itertools
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -131,18 +132,34 @@ def supports(x: torch.Tensor, indices: torch.Tensor, gate_up_proj: torch.Tensor)
 
 
 class Call:
-    """The inputs, contiguous and in the dtype of x, and their sizes."""
+    """The inputs, contiguous and in the dtype of x, and their sizes.
 
-    def __init__(self, x, indices, weights, gate_up_proj, down_proj, beta, linear_beta):
+    The products ask for descriptors of tiles of weights and of their scales, which plain weights have none of: a class of
+    weights in another format is a subclass.
+    """
+
+    def __init__(self, x, indices, weights, *projections_and_caps):
+        *projections, beta, linear_beta = projections_and_caps
         self.x, self.indices, self.weights = x.contiguous(), indices.contiguous(), weights.contiguous()
-        self.gate_up_proj = gate_up_proj.to(x.dtype).contiguous()
-        self.down_proj = down_proj.to(x.dtype).contiguous()
         self.caps = {"BETA": beta, "LINEAR_BETA": linear_beta}
         self.T, self.D = x.shape
-        self.k, (self.E, _, self.I) = indices.shape[1], down_proj.shape
-        self.pairs, self.empty = indices.numel(), 0 in (self.T, self.D, self.I)
+        self.projections = self.prepare(*projections)
+        self.k, self.pairs, self.empty = indices.shape[1], indices.numel(), 0 in (self.T, self.D, self.I)
         self.BM = rows_per_tile(self.pairs, self.E, x.dtype)
-        self.paired_proj = self.gate_up_proj.view(self.E, 2, self.I, self.D).transpose(1, 2)  # [E, I, 2, D]
+
+    def prepare(self, *projections: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What a call for a part of the tokens is given; sets E and I."""
+        self.gate_up_proj, self.down_proj = (t.to(self.x.dtype).contiguous() for t in projections)
+        self.E, _, self.I = self.down_proj.shape
+        return self.gate_up_proj, self.down_proj
+
+    def paired_tiles(self, rows: int, columns: int) -> tuple[TensorDescriptor, TensorDescriptor | None]:
+        """Tiles of gate_up_proj, the gate and the up row of a channel side by side."""
+        paired = self.gate_up_proj.view(self.E, 2, self.I, self.D).transpose(1, 2)  # [E, I, 2, D]
+        return TensorDescriptor.from_tensor(paired, [1, rows // 2, 2, columns]), None
+
+    def down_tiles(self, rows: int, columns: int) -> tuple[TensorDescriptor, TensorDescriptor | None]:
+        return TensorDescriptor.from_tensor(self.down_proj, [1, rows, columns]), None
 
     def plan(self, keep_bytes: int) -> Plan:
         return plan(self.T, self.k, self.D, self.I, self.x.element_size(), keep_bytes)
@@ -158,8 +175,8 @@ class Call:
         size = triton.cdiv(self.T, count)
         for first in range(0, self.T, size):
             tokens = slice(first, first + size)
-            projections = self.gate_up_proj, self.down_proj, *self.caps.values()
-            part = Call(self.x[tokens], self.indices[tokens], self.weights[tokens], *projections)
+            inputs = self.x[tokens], self.indices[tokens], self.weights[tokens]
+            part = type(self)(*inputs, *self.projections, *self.caps.values())
             part.BM = self.BM
             yield tokens, part
 
@@ -176,10 +193,9 @@ class Call:
         last = self.I if kept is None else begin + kept.shape[1] // 2
         columns = 2 * (last - begin)
         tile = self.tile(self.D, columns)
-        weights = TensorDescriptor.from_tensor(self.paired_proj, [1, tile.BN // 2, 2, tile.BK])
         self.launch(
             experts_fwd_kernel_gate_up, routing, tile, columns,
-            self.x, weights, routing.order, routing.table, h, kept, routing.tiles, self.D, self.I, begin, last,
+            self.x, *self.paired_tiles(tile.BN, tile.BK), routing.order, routing.table, h, kept, routing.tiles, self.D, self.I, begin, last,
             K=self.k, KEEP=kept is not None, WRITE=h is not None, EVEN_K=self.D % tile.BK == 0, **self.caps,
         )  # fmt: skip
 
@@ -188,20 +204,18 @@ class Call:
         width = out.shape[1]
         tile = self.tile(self.I, width, longest=8192)
         left = TensorDescriptor.from_tensor(h, [tile.BM, tile.BK])
-        weights = TensorDescriptor.from_tensor(self.down_proj, [1, tile.BN, tile.BK])
         self.launch(
             experts_fwd_kernel_outputs, routing, tile, width,
-            left, weights, routing.table, out, routing.tiles, self.I, column, width,
+            left, *self.down_tiles(tile.BN, tile.BK), routing.table, out, routing.tiles, self.I, column, width,
         )  # fmt: skip
 
     def inner(self, routing: Routing, dy: torch.Tensor, out: torch.Tensor, begin: int) -> None:
         """out [pairs, width]: channels of dy W_down."""
         width = out.shape[1]
         tile = self.tile(self.D, width)
-        weights = TensorDescriptor.from_tensor(self.down_proj, [1, tile.BK, tile.BN])
         self.launch(
             experts_bwd_kernel_inner, routing, tile, width,
-            dy, weights, routing.order, routing.table, out, routing.tiles, self.D, begin, width,
+            dy, *self.down_tiles(tile.BK, tile.BN), routing.order, routing.table, out, routing.tiles, self.D, begin, width,
             K=self.k, EVEN_K=self.D % tile.BK == 0,
         )  # fmt: skip
 
@@ -210,10 +224,9 @@ class Call:
         depth, width = paired.shape[1], out.shape[1]
         tile = self.tile(depth, width, longest=1536)
         left = TensorDescriptor.from_tensor(paired, [tile.BM, tile.BK])
-        weights = TensorDescriptor.from_tensor(self.paired_proj, [1, tile.BK // 2, 2, tile.BN])
         self.launch(
             experts_bwd_kernel_inputs, routing, tile, width,
-            left, weights, routing.table, out, routing.tiles, depth, begin, column, width,
+            left, *self.paired_tiles(tile.BK, tile.BN), routing.table, out, routing.tiles, depth, begin, column, width,
         )  # fmt: skip
 
     def combine(self, routing, products, out, columns, *, weighted: bool, add: bool) -> None:
@@ -304,11 +317,10 @@ def _forward(call: Call, todo: Plan) -> tuple[torch.Tensor, Routing | None, list
 def _backward(call: Call, routing: Routing | None, kept: list[torch.Tensor], dy: torch.Tensor, wanted=4 * (True,)):
     """Gradients of x, weights, gate_up_proj and down_proj, those that are wanted. `kept` is overwritten."""
     inputs = call.x, call.weights, call.gate_up_proj, call.down_proj
+    gradients = [torch.empty_like(tensor) if it_is else None for tensor, it_is in zip(inputs, wanted, strict=True)]
     if call.empty:
-        return [torch.zeros_like(tensor) for tensor in inputs]
-    dx, d_weights, d_gate_up, d_down = (
-        torch.empty_like(tensor) if it_is else None for tensor, it_is in zip(inputs, wanted, strict=True)
-    )
+        return [d if d is None else d.zero_() for d in gradients]
+    dx, d_weights, d_gate_up, d_down = gradients
     routing, todo = routing or call.sort(), call.plan(sum(paired.nbytes for paired in kept))
     products = call.x.new_empty(len(todo.bounds) - 1, call.pairs, dtype=torch.float32)
     for number, (begin, end) in enumerate(itertools.pairwise(todo.bounds)):
@@ -330,42 +342,50 @@ def _backward(call: Call, routing: Routing | None, kept: list[torch.Tensor], dy:
         experts_bwd_kernel_router[(triton.cdiv(call.pairs, 256),)](
             products, routing.inverse, d_weights, call.pairs, products.shape[0], BLOCK=256, num_warps=4
         )  # fmt: skip
-    return dx, d_weights, d_gate_up, d_down
+    return gradients
 
 
 class _ExpertMLP(torch.autograd.Function):
+    """`kind` is Call or a subclass; what it is given beside x, indices and weights is its projections."""
+
     @staticmethod
-    def forward(ctx, x, indices, weights, gate_up_proj, down_proj, beta, linear_beta):
-        call = Call(x, indices, weights, gate_up_proj, down_proj, beta, linear_beta)
+    def forward(ctx, kind, beta, linear_beta, x, indices, weights, *projections):
+        call = kind(x, indices, weights, *projections, beta, linear_beta)
         y, routing, kept = _forward(call, call.plan(KEEP_BYTES))
         memory = None if routing is None else routing.memory
-        ctx.save_for_backward(x, indices, weights, gate_up_proj, down_proj, memory, *kept)
-        ctx.caps, ctx.overwritten = (beta, linear_beta), False
+        ctx.save_for_backward(x, indices, weights, memory, *projections, *kept)
+        ctx.kind, ctx.caps, ctx.projections, ctx.overwritten = kind, (beta, linear_beta), len(projections), False
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        x, indices, weights, gate_up_proj, down_proj, memory, *kept = ctx.saved_tensors
-        call = Call(x, indices, weights, gate_up_proj, down_proj, *ctx.caps)
+        x, indices, weights, memory, *others = ctx.saved_tensors
+        projections, kept = others[: ctx.projections], others[ctx.projections :]
+        call = ctx.kind(x, indices, weights, *projections, *ctx.caps)
         if ctx.overwritten:  # by an earlier backward pass through a retained graph
             kept = []
         ctx.overwritten = True
         routing = None if memory is None else Routing(memory, call.indices, call.E, call.BM)
-        wanted = ctx.needs_input_grad[0], *ctx.needs_input_grad[2:5]
-        gradients = _backward(call, routing, kept, dy.contiguous(), wanted)
-        like = x, weights, gate_up_proj, down_proj
-        dx, *others = (None if d is None else d.to(t.dtype) for d, t in zip(gradients, like, strict=True))
-        return dx, None, *others, None, None
+        _, _, _, wants_x, _, *wanted = ctx.needs_input_grad
+        gradients = _backward(call, routing, kept, dy.contiguous(), (wants_x, *wanted[:3]))
+        like = x, weights, *projections[:2]
+        dx, *rest = (None if d is None else d.to(t.dtype) for d, t in zip(gradients, like, strict=True))
+        return None, None, None, dx, None, *rest, *(None,) * (ctx.projections - 2)
 
 
 def expert_mlp_fused(x, indices, weights, gate_up_proj, down_proj, *, beta, linear_beta):
     """Arguments and results as in `api.expert_mlp`."""
-    tensors, caps = (x, indices, weights, gate_up_proj, down_proj), (beta, linear_beta)
+    return run(Call, launch_decode, (x, indices, weights, gate_up_proj, down_proj), beta, linear_beta)
+
+
+def run(kind: type[Call], decode: Callable, tensors: Sequence[torch.Tensor], beta, linear_beta) -> torch.Tensor:
+    """`tensors`: x, indices, weights and projections for `kind`, and for `decode`: a few tokens that need no gradients."""
+    x, caps = tensors[0], (beta, linear_beta)
     with on_device_of(x):
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            return _ExpertMLP.apply(*tensors, *caps)
+            return _ExpertMLP.apply(kind, *caps, *tensors)
         if 0 < len(x) <= TOKENS:
-            return launch_decode([tensor.contiguous() for tensor in tensors], *caps, precision(x.dtype))
-        call = Call(*tensors, *caps)
+            return decode([tensor.contiguous() for tensor in tensors], *caps, precision(x.dtype))
+        call = kind(*tensors, *caps)
         return _forward(call, call.plan_without_gradients())[0]

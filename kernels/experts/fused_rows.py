@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from ..launch import launched
+from ..mxfp4.fused_tile import dequantized
 from .fused_sort import GROUP
 
 
@@ -75,11 +76,37 @@ def gathered(rows, k, depth, done, BK: tl.constexpr, EVEN_K: tl.constexpr):
     return tl.load(rows + done, mask=k[None, :] < depth - done, other=0.0)
 
 
+@triton.jit
+def paired_tile(
+    gate_up_proj, scales, expert, channel, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr
+):
+    """[ROWS, COLUMNS] of paired rows from `channel` on, through descriptors; `scales` of MXFP4, None of plain weights."""
+    if scales is None:
+        return tl.reshape(gate_up_proj.load([expert, channel, 0, column]), (ROWS, COLUMNS))
+    else:
+        codes = tl.reshape(gate_up_proj.load([expert, channel, 0, column // 2]), (ROWS, COLUMNS // 2))
+        of_blocks = tl.reshape(scales.load([expert, column // 32, 0, channel]), (COLUMNS // 32, 2, ROWS // 2))
+        of_rows = tl.reshape(tl.permute(of_blocks, (2, 1, 0)), (ROWS, COLUMNS // 32))
+        return dequantized(codes, of_rows, ROWS, COLUMNS, DTYPE)
+
+
+@triton.jit
+def down_tile(down_proj, scales, expert, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr):
+    """As `paired_tile`, of rows in their order."""
+    if scales is None:
+        return tl.reshape(down_proj.load([expert, row, column]), (ROWS, COLUMNS))
+    else:
+        codes = tl.reshape(down_proj.load([expert, row, column // 2]), (ROWS, COLUMNS // 2))
+        of_blocks = tl.reshape(scales.load([expert, column // 32, row]), (COLUMNS // 32, ROWS))
+        return dequantized(codes, tl.permute(of_blocks, (1, 0)), ROWS, COLUMNS, DTYPE)
+
+
 @launched
 @triton.jit(do_not_specialize=("tiles",))
 def experts_fwd_kernel_gate_up(
     x,  # [T, D]
-    gate_up_proj,  # descriptor [E, I, 2, D]: the gate and the up row of a channel are neighbours
+    gate_up_proj,  # descriptor [E, I, 2, D], of bytes [E, I, 2, D / 2]: gate and up row of a channel are neighbours
+    scales,  # descriptor [E, D / 32, 2, I] of bytes, or None
     order, table,
     h,  # [pairs, I] (WRITE)
     kept,  # [pairs, 2 (last - begin)], paired (KEEP)
@@ -98,7 +125,7 @@ def experts_fwd_kernel_gate_up(
         left = x + token.to(tl.int64)[:, None] * D + k[None, :]
         acc = tl.zeros((BM, BN), dtype=tl.float32)
         for done in tl.range(0, D, BK, num_stages=STAGES):
-            right = tl.reshape(gate_up_proj.load([expert, begin + block * BC, 0, done]), (BN, BK))
+            right = paired_tile(gate_up_proj, scales, expert, begin + block * BC, done, BN, BK, x.dtype.element_ty)
             acc = tl.dot(gathered(left, k, D, done, BK, EVEN_K), right.T, acc, input_precision=PRECISION)
         place = first.to(tl.int64) + m[:, None]
         # Rounded first, as the reference does: what is kept, and what is computed again, gives the same activations.
@@ -126,7 +153,8 @@ def store_rows(out, acc, first, rows, block, width, BM: tl.constexpr, BN: tl.con
 @triton.jit(do_not_specialize=("tiles",))
 def experts_fwd_kernel_outputs(
     h,  # descriptor [pairs, I]
-    down_proj,  # descriptor [E, D, I]
+    down_proj,  # descriptor [E, D, I], of bytes [E, D, I / 2]
+    scales,  # descriptor [E, I / 32, D] of bytes, or None
     table,
     out,  # [pairs, width]: the columns from `column` on of h W_down^T
     tiles, I, column, width,
@@ -136,7 +164,7 @@ def experts_fwd_kernel_outputs(
     if rows > 0:
         acc = tl.zeros((BM, BN), dtype=tl.float32)
         for done in tl.range(0, I, BK, num_stages=STAGES):
-            right = tl.reshape(down_proj.load([expert, column + block * BN, done]), (BN, BK))
+            right = down_tile(down_proj, scales, expert, column + block * BN, done, BN, BK, out.dtype.element_ty)
             acc = tl.dot(h.load([first, done]), right.T, acc, input_precision=PRECISION)
         store_rows(out, acc, first, rows, block, width, BM, BN)
 
@@ -145,7 +173,7 @@ def experts_fwd_kernel_outputs(
 @triton.jit(do_not_specialize=("tiles",))
 def experts_bwd_kernel_inner(
     dy,  # [T, D]
-    down_proj,  # descriptor [E, D, I]
+    down_proj, scales,  # as above
     order, table,
     out,  # [pairs, width]: the channels from `begin` on of dy W_down
     tiles, D, begin, width,
@@ -159,7 +187,7 @@ def experts_bwd_kernel_inner(
         left = dy + token.to(tl.int64)[:, None] * D + k[None, :]
         acc = tl.zeros((BM, BN), dtype=tl.float32)
         for done in tl.range(0, D, BK, num_stages=STAGES):
-            right = tl.reshape(down_proj.load([expert, done, begin + block * BN]), (BK, BN))
+            right = down_tile(down_proj, scales, expert, done, begin + block * BN, BK, BN, out.dtype.element_ty)
             acc = tl.dot(gathered(left, k, D, done, BK, EVEN_K), right, acc, input_precision=PRECISION)
         store_rows(out, acc, first, rows, block, width, BM, BN)
 
@@ -168,7 +196,7 @@ def experts_bwd_kernel_inner(
 @triton.jit(do_not_specialize=("tiles",))
 def experts_bwd_kernel_inputs(
     paired,  # descriptor [pairs, depth]: gradients of the channels from `begin` on
-    gate_up_proj,  # descriptor [E, I, 2, D]
+    gate_up_proj, scales,  # as above
     table,
     out,  # [pairs, width]: the columns from `column` on of paired W_gate_up
     tiles, depth, begin, column, width,
@@ -178,7 +206,8 @@ def experts_bwd_kernel_inputs(
     if rows > 0:
         acc = tl.zeros((BM, BN), dtype=tl.float32)
         for done in tl.range(0, depth, BK, num_stages=STAGES):
-            right = tl.reshape(gate_up_proj.load([expert, begin + done // 2, 0, column + block * BN]), (BK, BN))
+            channel, at = begin + done // 2, column + block * BN
+            right = paired_tile(gate_up_proj, scales, expert, channel, at, BK, BN, out.dtype.element_ty)
             acc = tl.dot(paired.load([first, done]), right, acc, input_precision=PRECISION)
         store_rows(out, acc, first, rows, block, width, BM, BN)
 

@@ -36,14 +36,15 @@ def expert_mlp_mxfp4(
         gate_up_scales: [E, D / 32, 2I] uint8: for 32 inputs, the scales of all rows.
         down_packed: [E, D, I / 2] uint8.
         down_scales: [E, I / 32, D] uint8.
-        impl: "auto", "triton" (there are no kernels yet) or "reference".
+        impl: "auto", "triton" or "reference".
 
     Returns:
         [N, D] in the dtype of `x`, differentiable in `x` and `weights`; the projections are frozen. In the dtype of `x` they
-        are what `dequantize_mxfp4` makes of them, and the result is that of `expert_mlp` to the bit.
+        are what `dequantize_mxfp4` makes of them. The result of the reference is that of `expert_mlp` to the bit.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, a cap <= 0. The values of `indices` are not checked.
+        ValueError: shapes or dtypes that do not fit, a cap <= 0, an implementation that cannot run here. The values of
+            `indices` are not checked.
     """
     dims: dict[str, int] = {}
     for name, tensor, spec in (
@@ -71,10 +72,20 @@ def expert_mlp_mxfp4(
                 f"{name}: expected {size} inputs, a multiple of {BLOCK}, got {2 * packed} of {BLOCK * scales}"
             )
     check_caps(beta, linear_beta)
-    choose(impl, x, triton=False)
-    return _one_expert_at_a_time(
-        x, indices, weights, gate_up_packed, gate_up_scales, down_packed, down_scales, beta, linear_beta
+    run = (
+        _fused(x, indices, gate_up_packed, impl) if choose(impl, x, triton=True) == "triton" else _one_expert_at_a_time
     )
+    return run(x, indices, weights, gate_up_packed, gate_up_scales, down_packed, down_scales, beta, linear_beta)
+
+
+def _fused(x, indices, gate_up_packed, impl):
+    """The Triton implementation; for "auto" the reference where the kernels cannot take the inputs."""
+    from .fused_experts import expert_mlp_mxfp4_fused, supports
+
+    refused = supports(x, indices, gate_up_packed)
+    if refused and impl == "triton":
+        raise ValueError(f"impl: 'triton' was asked for, but {refused}")
+    return _one_expert_at_a_time if refused else expert_mlp_mxfp4_fused
 
 
 @without_autocast
