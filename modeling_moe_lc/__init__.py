@@ -23,6 +23,7 @@ from transformers.models.auto.image_processing_auto import (
     AutoImageProcessor,  # `transformers` before 5.23 hides it where there is no torchvision
 )
 
+from .adapters import add_lora, load_lora, lora_targets, register_lora_defaults
 from .backends import KDAInterface
 from .configuration.configuration_moe_lc import (
     KimiK3Config,
@@ -54,7 +55,10 @@ __all__ = [
     "MoeLcTextModel",
     "MoeLcVisionConfig",
     "MoeLcVisionModel",
+    "add_lora",
     "freeze_vision",
+    "load_lora",
+    "lora_targets",
     "pack_experts",
     "update_router_bias",
 ]
@@ -77,3 +81,5 @@ for auto_class in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelF
 backends = {"pil": MoeLcImageProcessor, "torchvision": MoeLcImageProcessor}
 AutoImageProcessor.register(MoeLcConfig, image_processor_classes=backends, exist_ok=True)
 AutoProcessor.register(MoeLcConfig, MoeLcProcessor, exist_ok=True)
+
+register_lora_defaults(config.model_type for config in (MoeLcTextConfig, MoeLcConfig, KimiK3Config))

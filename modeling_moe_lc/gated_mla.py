@@ -41,13 +41,16 @@ def eager_attention_forward(module, query, key, value, attention_mask, scaling, 
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
-def effective_weight(linear: nn.Module) -> torch.Tensor:
-    """The matrix `[out, in]` that `linear` applies, also when an adapter or a quantiser stands in its place."""
+def effective_weight(linear: nn.Module, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The matrix `[out, in]` that `linear` applies, also when an adapter or a quantiser stands in its place.
+
+    `dtype`: of the inputs; None where the parameters have it, which those of a quantised layer have not.
+    """
     if type(linear) is nn.Linear:
         # Under tensor parallelism the rows of this rank: what the module's own forward applies.
         return linear.weight.to_local() if hasattr(linear.weight, "to_local") else linear.weight
     reference = next(linear.parameters())
-    return linear(torch.eye(linear.in_features, dtype=reference.dtype, device=reference.device)).T
+    return linear(torch.eye(linear.in_features, dtype=dtype or reference.dtype, device=reference.device)).T
 
 
 class GatedMLA(nn.Module):
@@ -122,7 +125,9 @@ class GatedMLA(nn.Module):
     def absorbed_attention(self, q, latent, k_rope, attention_mask):
         """The same numbers from the latents alone: the key and value projections move onto query and output."""
         q_nope, q_rope = q.split([self.nope_dim, self.rope_dim], dim=-1)
-        kv_b = effective_weight(self.kv_b_proj).view(-1, self.nope_dim + self.v_dim, self.rank)  # [H, nope + V, R]
+        kv_b = effective_weight(self.kv_b_proj, latent.dtype).view(
+            -1, self.nope_dim + self.v_dim, self.rank
+        )  # [H, nope + V, R]
         w_k, w_v = kv_b.split([self.nope_dim, self.v_dim], dim=1)
         q_latent = torch.einsum("bthd,hdr->bthr", q_nope, w_k)
         impl = operator_impl(self.config)

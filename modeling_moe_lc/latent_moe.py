@@ -5,6 +5,7 @@ from torch import nn
 from transformers.integrations.moe import use_experts_implementation
 
 from .backends import operator_impl
+from .expert_lora import run_experts
 from .kernels.experts import expert_mlp
 from .kernels.situ_glu import situ_glu
 from .norm import RMSNorm
@@ -68,7 +69,7 @@ class LatentMoE(nn.Module):
         tokens = hidden_states.flatten(0, -2)  # [N, D]
         _, weights, indices = self.gate(tokens, token_mask)  # [N, k]
         latent = self.routed_expert_down_proj(tokens) if self.has_latent else tokens  # [N, L]
-        routed = self.routed_expert_norm(self.experts(latent, indices, weights))
+        routed = self.routed_expert_norm(run_experts(self.experts, latent, indices, weights))
         routed = self.routed_expert_up_proj(routed) if self.has_latent else routed  # [N, D]
         routed = routed.view_as(hidden_states)
         return routed if self.shared_experts is None else routed + self.shared_experts(hidden_states)

@@ -1,0 +1,112 @@
+"""A LoRA adapter added to the weights of its base, or written with the names that serving engines read."""
+
+import argparse
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ..adapter_names import is_released, per_expert_adapter
+from ..adapters import load_lora
+
+
+CARRIED = (
+    "*.jinja",
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "*processor_config.json",
+    "LICENSE*",
+)
+
+
+def merge_adapter(base: str | Path, adapter: str | Path, out: str | Path, *, dtype: str = "auto") -> Path:
+    """Write `out`: the base with the adapter in its weights, as `save_pretrained` writes it, and the tokenizer.
+
+    Args:
+        base: folder of the model. Experts in MXFP4 are read as plain weights and stay plain in `out`: their sums with an
+            update are no MXFP4 values (`moe-lc convert` makes some of them).
+        adapter: folder that PEFT wrote, or one with released names.
+        out: folder to make; it appears whole or not at all.
+        dtype: of the merged weights; "auto" is that of the base. The sums are rounded to it once.
+
+    Raises:
+        ValueError: `out` exists; the adapter is for another architecture; a sum is not finite.
+    """
+    out = new_folder(out)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+    text = model.config.get_text_config()
+    text.expert_quantization = None
+    merged = load_lora(model, str(adapter)).merge_and_unload(safe_merge=True, progressbar=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
+        staged = Path(scratch, "merged")
+        merged.save_pretrained(staged)
+        for pattern in CARRIED:
+            for file in Path(base).glob(pattern):
+                shutil.copy2(file, staged / file.name)
+        staged.rename(out)
+    return out
+
+
+def export_adapter(base: str | Path, adapter: str | Path, out: str | Path) -> Path:
+    """Write `out`: the adapter with released names, expert by expert, as vLLM and SGLang read it. Of `base` only the config
+    is read.
+
+    Raises:
+        ValueError: `out` exists; the adapter has other parts than LoRA's A and B, or released names already.
+    """
+    from peft import LoraConfig
+    from peft.utils import load_peft_weights
+
+    out, state = new_folder(out), load_peft_weights(str(adapter), device="cpu")
+    if is_released(state):
+        raise ValueError(f"adapter: expected one in PEFT's layout, got released names in {adapter}")
+    experts = AutoConfig.from_pretrained(base).get_text_config().num_experts
+    tensors, config = per_expert_adapter(state, LoraConfig.from_pretrained(str(adapter)), experts)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
+        staged = Path(scratch, "adapter")
+        staged.mkdir()
+        save_file(tensors, staged / "adapter_model.safetensors", metadata={"format": "pt"})
+        text = json.dumps(config, indent=2, sort_keys=True, default=sorted_or_text)
+        (staged / "adapter_config.json").write_text(f"{text}\n", encoding="utf-8")
+        staged.rename(out)
+    return out
+
+
+def new_folder(out: str | Path) -> Path:
+    out = Path(out).absolute()
+    if out.exists():
+        raise ValueError(f"out: expected a folder that is not there yet, got {out}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    return out
+
+
+def sorted_or_text(value):
+    return sorted(value) if isinstance(value, (set, frozenset)) else str(value)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("base", help="folder of the model that the adapter was trained on")
+    parser.add_argument("adapter", help="folder with adapter_config.json and adapter_model.safetensors")
+    parser.add_argument("out", help="folder to make")
+    parser.add_argument(
+        "--dtype", default="auto", help="of the merged weights: auto (default), bfloat16, float32, ..."
+    )
+    parser.add_argument(
+        "--adapter-only",
+        action="store_true",
+        help="merge nothing: write the adapter with per-expert names for vLLM, SGLang",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.adapter_only:
+        out = export_adapter(args.base, args.adapter, args.out)
+    else:
+        out = merge_adapter(args.base, args.adapter, args.out, dtype=args.dtype)
+    print(f"wrote {out}")
+    return 0
