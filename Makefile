@@ -15,12 +15,15 @@ VENV := .venv/.installed
 endif
 
 .NOTPARALLEL:
-.PHONY: help demo test gpu check lint wheel clean
+.PHONY: help demo demo-vision test test-peers gpu check lint wheel clean
 
 help:
 	@echo "make demo    train, save and run a small model on the CPU"
+	@echo "make demo-vision    the same of one that reads pictures"
 	@echo "make test    all tests that need no GPU"
 	@echo "make gpu     the tests that need one"
+	@echo "make test-peers  our exports in other people's engines, which it fetches; no part of make test"
+	@echo "make test-big    conversion of 8 GB, killed and measured, in BIG (45 GB of disk); no part of make test"
 	@echo "make lint    ruff and mypy"
 	@echo "make check   lint, then test: what a change must pass"
 	@echo "make wheel   build dist/*.whl"
@@ -34,9 +37,26 @@ help:
 demo: $(VENV)
 	$(MOE_LC) demo
 
+demo-vision: $(VENV)
+	$(MOE_LC) demo-vision
+
 # One thread for each worker: on small shapes, threads of several workers only stand in each other's way.
 test: $(VENV)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not gpu" -n $(WORKERS)
+
+# The engines have an environment of their own: what they depend on is nothing of ours.
+PEERS := $(CURDIR)/build/peers
+$(PEERS)/.installed: tests/peers/requirements.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --no-input --disable-pip-version-check -r $<
+	touch $@
+
+test-peers: $(VENV) $(PEERS)/.installed
+	OMP_NUM_THREADS=1 MOE_LC_PEERS_PYTHON=$(PEERS)/bin/python $(PY) -m pytest tests/peers
+
+BIG := $(CURDIR)/build/big
+test-big: $(VENV)
+	$(PY) tests/conversion/big_conversion.py $(BIG)
 
 gpu: $(VENV)
 	$(PY) -m pytest -m gpu
