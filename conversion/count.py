@@ -94,14 +94,16 @@ def _term(name: str, config: MoeLcTextConfig) -> str:
     return next((term for fragment, term in TERMS if fragment in name), "other")
 
 
-def _from_path(path: Path) -> MoeLcTextConfig | MoeLcConfig:
+def config_from_path(path: Path) -> MoeLcTextConfig | MoeLcConfig:
+    """The configuration in a folder or file, with its vision tower where it has one."""
     file = path / "config.json" if path.is_dir() else path
     model_type = json.loads(file.read_text(encoding="utf-8")).get("model_type")
     multimodal = model_type in (MoeLcConfig.model_type, KimiK3Config.model_type)
     return (MoeLcConfig if multimodal else MoeLcTextConfig).from_pretrained(path)
 
 
-def _from_preset(name: str) -> MoeLcTextConfig | MoeLcConfig:
+def config_from_preset(name: str) -> MoeLcTextConfig | MoeLcConfig:
+    """The preset called `name`, with its vision tower where it has one. Raises `ValueError` for an unknown name."""
     return load_multimodal_preset(name) if name in multimodal_preset_names() else load_preset(name)
 
 
@@ -115,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     path = Path(args.config)
-    counted = count(_from_path(path) if path.exists() else _from_preset(args.config))
+    counted = count(config_from_path(path) if path.exists() else config_from_preset(args.config))
     flops = {context: counted.flops_per_token(context) for context in args.context}
     if args.json:
         print(json.dumps({**asdict(counted), "flops_per_token": flops}))
