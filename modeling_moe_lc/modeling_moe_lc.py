@@ -56,13 +56,13 @@ class MoeLcDecoderLayer(GradientCheckpointingLayer):
         self.mlp_res = OrdinaryResidual() if block_size is None else AttnRes(config)
 
     def forward(self, hidden_states: torch.Tensor, *blocks: torch.Tensor, token_mask=None, **kwargs):
-        mixed = self.self_attention_res(blocks, hidden_states, self.input_layernorm)  # [B, T, D]
-        attn_output, _ = self.self_attn(mixed, **kwargs)
+        mixed, blocks, hidden_states = self.self_attention_res(blocks, hidden_states, self.input_layernorm)
+        attn_output, _ = self.self_attn(mixed, **kwargs)  # [B, T, D]
         if self.starts_block:
             blocks, hidden_states = (*blocks, hidden_states), attn_output
         else:
             hidden_states = hidden_states + attn_output
-        mixed = self.mlp_res(blocks, hidden_states, self.post_attention_layernorm)
+        mixed, blocks, hidden_states = self.mlp_res(blocks, hidden_states, self.post_attention_layernorm)
         mlp_output = self.block_sparse_moe(mixed, token_mask) if self.is_sparse else self.mlp(mixed)
         return hidden_states + mlp_output, *blocks
 
@@ -157,6 +157,7 @@ class MoeLcTextModel(MoeLcPreTrainedModel):
         use_cache: bool | None = None,
         cu_seq_lens_q: torch.Tensor | None = None,
         seq_idx: torch.Tensor | None = None,
+        segments: Segments | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> MoeModelOutputWithPast:
         r"""
@@ -166,6 +167,8 @@ class MoeLcTextModel(MoeLcPreTrainedModel):
             use_cache: None follows `config.use_cache`, but never in training and never for packed or right-padded rows.
             cu_seq_lens_q: `[N + 1]` borders of packed documents over the flattened batch.
             seq_idx: `[B, T]` number of the document of each token.
+            segments: the documents of a packed batch, in place of all that describes them; they are taken as they are, and
+                nothing waits for the device.
 
         Raises `ValueError` when a packed batch or a right-padded prefill comes together with a cache.
         """
@@ -173,11 +176,11 @@ class MoeLcTextModel(MoeLcPreTrainedModel):
             raise ValueError("input_ids, inputs_embeds: expected exactly one of them")
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds  # [B, T, D]
         segments, past_key_values = self._segments_and_cache(
-            hidden_states, attention_mask, position_ids, past_key_values, use_cache, cu_seq_lens_q, seq_idx
+            hidden_states, attention_mask, position_ids, past_key_values, use_cache, cu_seq_lens_q, seq_idx, segments
         )
         token_mask = _token_mask(attention_mask, hidden_states.shape[1], segments)
         if self.training:
-            self.documents_seen += hidden_states.shape[0] if segments is None else len(segments.cu_seqlens) - 1
+            self.documents_seen += hidden_states.shape[0] if segments is None else segments.documents()
         kwargs.update(
             attention_mask=self._causal_mask(hidden_states, attention_mask, past_key_values, segments),
             token_mask=token_mask,
@@ -188,22 +191,24 @@ class MoeLcTextModel(MoeLcPreTrainedModel):
         blocks: tuple[torch.Tensor, ...] = ()
         for layer in self.layers[: self.config.num_hidden_layers]:
             hidden_states, *blocks = layer(hidden_states, *blocks, **kwargs)
-        hidden_states = self.output_attn_res(blocks, hidden_states, self.norm)
+        hidden_states, _, _ = self.output_attn_res(blocks, hidden_states, self.norm)
 
         return MoeModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
 
-    def _segments_and_cache(self, x, attention_mask, position_ids, cache, use_cache, cu_seq_lens_q, seq_idx):
+    def _segments_and_cache(self, x, attention_mask, position_ids, cache, use_cache, cu_seq_lens_q, seq_idx, segments):
         """Documents of a packed or padded batch, and the cache to fill: the given one, a new one or None."""
         batch, length, _ = x.shape
         mask = attention_mask.get("linear_attention") if isinstance(attention_mask, dict) else attention_mask
         asked = use_cache or cache is not None
-        segments = padded_segments(mask, length)
+        given, segments = segments, padded_segments(mask, length)
         padded = segments is not None
-        if not padded and length > 1:
+        if given is not None and not padded:
+            segments = given
+        elif not padded and length > 1:
             segments = packed_segments(cu_seq_lens_q, seq_idx, position_ids, batch=batch, length=length)
-        elif padded and (cu_seq_lens_q is not None or seq_idx is not None):
+        elif padded and not (cu_seq_lens_q is None and seq_idx is None and given is None):
             raise ValueError(
-                "attention_mask: expected no padding in a packed batch (cu_seq_lens_q or seq_idx), got some"
+                "attention_mask: expected no padding in a packed batch (cu_seq_lens_q, seq_idx or segments), got some"
             )
         wrong_side = padded and has_right_padding(mask, length)
         if asked and segments is not None and not padded:
@@ -226,9 +231,9 @@ class MoeLcTextModel(MoeLcPreTrainedModel):
 
 
 def _token_mask(attention_mask, length: int, segments: Segments | None) -> torch.Tensor | None:
-    """`[B * T]` real tokens of a padded batch for the statistics of the router; None: all are."""
+    """`[B * T]` tokens for the statistics of the router, of a padded batch the real ones; None: all are."""
     if segments is None or segments.packed:
-        return None
+        return None if segments is None else segments.counted
     mask = attention_mask["linear_attention"] if isinstance(attention_mask, dict) else attention_mask
     return mask[:, -length:].flatten().bool()
 

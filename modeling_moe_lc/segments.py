@@ -13,13 +13,15 @@ class Segments(NamedTuple):
     """Segments of a batch `[B, T]` flattened to `B * T` tokens.
 
     `cu_seqlens` `[N + 1]` int32: where each segment begins among the kept tokens. `kept`: indices of the real tokens in
-    the flattened batch, None when all are (a packed batch). Padded: one segment a row. `longest`: tokens of the longest
-    document of a packed batch, None where nobody counted.
+    the flattened batch, None when all are (a packed batch). Padded: one segment a row. `longest`: no document of a packed
+    batch has more tokens; None where nobody counted. `counted`: bool `[B * T]`, the tokens of a packed batch that take
+    part in the statistics of the routers; None: all.
     """
 
     cu_seqlens: torch.Tensor
     kept: torch.Tensor | None = None
     longest: int | None = None
+    counted: torch.Tensor | None = None
 
     @classmethod
     def of_documents(cls, borders: torch.Tensor) -> "Segments":
@@ -28,6 +30,14 @@ class Segments(NamedTuple):
     @property
     def packed(self) -> bool:
         return self.kept is None
+
+    def documents(self) -> int | torch.Tensor:
+        """How many segments there are; where only some tokens count, how many begin with one that does."""
+        if self.counted is None:
+            return len(self.cu_seqlens) - 1
+        begins = self.cu_seqlens[:-1]
+        counted = self.counted[begins.clamp(max=len(self.counted) - 1)]
+        return ((self.cu_seqlens.diff() > 0) & counted).sum()
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
         """`[B, T, D]` -> the kept tokens `[1, L, D]`."""

@@ -78,6 +78,34 @@ def attn_res_norm(
     return run(sources, query, norm_weight, eps, out_norm_weight, out_eps)
 
 
+def attn_res_norm_through(
+    blocks: Sequence[torch.Tensor],
+    partial: torch.Tensor | None,
+    query: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    out_norm_weight: torch.Tensor,
+    out_eps: float,
+    *,
+    impl: str = "auto",
+) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor | None]:
+    """`attn_res_norm`, then `blocks` and `partial` as they came: what reads these sources later should take them from here.
+
+    The gradients that they get there are then added up inside the backward launch of this site, instead of one by one in
+    a launch of their own; nothing else differs. Arguments, errors as `attn_res_norm`.
+    """
+    sources = _check(blocks, partial, query, norm_weight, eps)
+    if _is_triton(impl, sources) and not torch.compiler.is_compiling():
+        from .fused import attn_res_norm_through_fused, supports
+
+        if supports(sources, query, norm_weight, out_norm_weight) is None:
+            arguments = query, norm_weight, eps, out_norm_weight, out_eps
+            y, sources = attn_res_norm_through_fused(sources, *arguments)
+            return (y, sources, None) if partial is None else (y, sources[:-1], sources[-1])
+    y = attn_res_norm(blocks, partial, query, norm_weight, eps, out_norm_weight, out_eps, impl=impl)
+    return y, list(blocks), partial
+
+
 def _check(blocks, partial, query, norm_weight, eps) -> list[torch.Tensor]:
     """The sources in one list."""
     if isinstance(blocks, torch.Tensor) or not 1 <= len(blocks) <= MAX_BLOCKS:

@@ -83,14 +83,21 @@ def store_row(row, pieces, D: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def store_gradient(
-    d_sources, j, token, dh, p, v, back, ds, weighted_query, dwq, D: tl.constexpr, WIDTH: tl.constexpr, MIXED: tl.constexpr
+    d_sources, passed, given, j, token, dh, p, v, back, ds, weighted_query, dwq,
+    D: tl.constexpr, WIDTH: tl.constexpr, MIXED: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Stores p dh + back v + ds weighted_query, piece by piece to spare registers; returns dwq + ds v."""
+    """Stores p dh + back v + ds weighted_query, piece by piece to spare registers; returns dwq + ds v.
+
+    ADD: plus row `token` of passed[j], where bit j of `given` is set.
+    """
     pieces = ()
     for i in tl.static_range(len(v)):
         d = i * WIDTH + tl.arange(0, WIDTH)
         wq = tl.load(weighted_query + d, mask=d < D, other=0.0)
         dv = dh[i] * p + v[i] * back + wq * ds
+        if ADD:
+            later = pick(passed, j, passed[0] + token * D, token * D)
+            dv += tl.load(later + d, mask=d < ((given >> j) % 2) * D, other=0.0).to(tl.float32)
         if MIXED:
             for k in tl.static_range(len(d_sources)):
                 if j == k:
@@ -249,16 +256,18 @@ def attn_res_fwd_kernel(
 
 
 @launched
-@triton.jit(do_not_specialize=("tokens", "count"))
+@triton.jit(do_not_specialize=("tokens", "count", "given"))
 def attn_res_bwd_kernel(
     sources, d_sources,  # M tensors [tokens, D] each
+    passed, given,  # M tensors [tokens, D] to be added to the gradients of the sources; in bit j, whether the jth is (ADD)
     weighted_query,  # [D] FP32, query * norm_weight
     out_weight,  # [D]
     mix, dy,  # [tokens, D]; dy is the gradient of the mix, or of its norm (NORM)
     stats,  # [tokens, 2M + 2]
     d_weighted_query, d_out_weight,  # [programs, D] FP32
     tokens, count, out_eps,
-    D: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, MIXED: tl.constexpr, NORM: tl.constexpr,
+    D: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
+    MIXED: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     M: tl.constexpr = len(sources)
     dwq, dw = zeros(PIECES, WIDTH), zeros(PIECES, WIDTH)
@@ -282,7 +291,9 @@ def attn_res_bwd_kernel(
             p = tl.exp2(score - log_total)
             ds = p * (tl.sum(product(dh, v)) - mean) * norm
             back = ds * norm * score * (-1.0 / (D * LOG2E))
-            dwq = store_gradient(d_sources, j, token, dh, p, v, back, ds, weighted_query, dwq, D, WIDTH, MIXED)
+            dwq = store_gradient(
+                d_sources, passed, given, j, token, dh, p, v, back, ds, weighted_query, dwq, D, WIDTH, MIXED, ADD
+            )
             x = coming
         if NORM:
             # Not before the sources: the compiler would postpone the sums, and keep both rows in registers.
@@ -362,8 +373,11 @@ def _forward(sources, query, norm_weight, eps, out_weight=None, out_eps=0.0, *, 
     return mix, normed, stats
 
 
-def _backward(sources, query, norm_weight, out_weight, out_eps, mix, stats, dy):
-    """Gradients of the sources, query, norm_weight and out_weight (None without one); all inputs contiguous."""
+def _backward(sources, query, norm_weight, out_weight, out_eps, mix, stats, dy, passed=None):
+    """Gradients of the sources, query, norm_weight and out_weight (None without one); all inputs contiguous.
+
+    `passed`: for each source a gradient to be added to its own, or None; not with sources of several dtypes.
+    """
     D = sources[0].shape[-1]
     tokens = sources[0].numel() // D
     norm = out_weight is not None
@@ -373,9 +387,11 @@ def _backward(sources, query, norm_weight, out_weight, out_eps, mix, stats, dy):
     d_sources = [torch.empty_like(source) for source in sources]
     dwq = mix.new_empty(grid.programs, D, dtype=torch.float32)
     dw = torch.empty_like(dwq) if norm else None
+    given = sum(1 << j for j, gradient in enumerate(passed or ()) if gradient is not None)
+    added = tuple(dy if gradient is None else gradient for gradient in passed) if given else None
     attn_res_bwd_kernel[(grid.programs,)](
-        tuple(sources), tuple(d_sources), query.float() * norm_weight, out_weight, mix, dy, stats, dwq, dw, tokens, len(sources), out_eps,
-        D=D, MIXED=mixed, NORM=norm, **grid.options,
+        tuple(sources), tuple(d_sources), added, given, query.float() * norm_weight, out_weight, mix, dy, stats, dwq, dw, tokens, len(sources), out_eps,
+        D=D, MIXED=mixed, NORM=norm, ADD=given > 0, **grid.options,
     )  # fmt: skip
     dwq = dwq.sum(0)
     d_query, d_norm_weight = (dwq * norm_weight).to(query.dtype), (dwq * query).to(norm_weight.dtype)
@@ -400,6 +416,27 @@ class _AttnRes(torch.autograd.Function):
         return None, None, d_out_weight, d_query, d_norm_weight, *d_sources
 
 
+class _AttnResNormThrough(torch.autograd.Function):
+    """`_AttnRes` that returns the sources as well, so that their later gradients are added in the same launch."""
+
+    @staticmethod
+    def forward(ctx, eps, out_eps, out_weight, query, norm_weight, *sources):
+        ctx.set_materialize_grads(False)
+        return _AttnRes.forward(ctx, eps, out_eps, out_weight, query, norm_weight, *sources), *sources
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy, *passed):
+        mix, stats, out_weight, query, norm_weight, *sources = ctx.saved_tensors
+        if dy is None:
+            return *5 * [None], *passed
+        passed = [None if gradient is None else gradient.contiguous() for gradient in passed]
+        d_sources, d_query, d_norm_weight, d_out_weight = _backward(
+            sources, query, norm_weight, out_weight, ctx.out_eps, mix, stats, dy.contiguous(), passed
+        )
+        return None, None, d_out_weight, d_query, d_norm_weight, *d_sources
+
+
 def attn_res_fused(sources, query, norm_weight, eps):
     """Arguments and results as in `reference.attn_res_reference`."""
     return attn_res_norm_fused(sources, query, norm_weight, eps, None, 0.0)
@@ -415,3 +452,14 @@ def attn_res_norm_fused(sources, query, norm_weight, eps, out_norm_weight, out_e
             return _AttnRes.apply(eps, out_eps, *vectors, *sources)
         mix, normed, _ = _forward(sources, query, norm_weight, eps, out_norm_weight, out_eps, keep=False)
         return mix if normed is None else normed
+
+
+def attn_res_norm_through_fused(sources, query, norm_weight, eps, out_norm_weight, out_eps):
+    """As `attn_res_norm_fused`; returns the sources as well, for what reads them later."""
+    vectors = out_norm_weight, query, norm_weight
+    if _is_mixed(sources) or not (torch.is_grad_enabled() and all(source.requires_grad for source in sources)):
+        return attn_res_norm_fused(sources, query, norm_weight, eps, out_norm_weight, out_eps), sources
+    sources, vectors = [source.contiguous() for source in sources], [w.contiguous() for w in vectors]
+    with on_device_of(query):
+        y, *sources = _AttnResNormThrough.apply(eps, out_eps, *vectors, *sources)
+    return y, sources

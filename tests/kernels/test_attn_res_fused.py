@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from modeling_moe_lc.kernels.attn_res import attn_res, attn_res_norm
+from modeling_moe_lc.kernels.attn_res import attn_res, attn_res_norm, attn_res_norm_through
 
 
 EPS = 1e-5
@@ -73,6 +73,50 @@ def test_a_program_takes_several_tokens(norm, poison_empty, monkeypatch):
     for table in ("FORWARD_WARPS", "BACKWARD_WARPS", "BACKWARD_NORM_WARPS"):
         monkeypatch.setattr(fused, table, (2, 2, 2, 2, 2))
     check(*make(3, 5, 24, norm=norm), LIMIT)
+
+
+def run_through(sources, weights, dy, later, **kwargs):
+    """Gradients where some sources are read again: source j, times `later[j]`, None for those that are not."""
+    sources, weights = ([t.detach().requires_grad_() for t in tensors] for tensors in (sources, weights))
+    blocks, partial = (sources[:-1], sources[-1]) if len(sources) > 1 else (sources, None)
+    query, norm_weight, out_norm_weight = weights
+    y, blocks, partial = attn_res_norm_through(
+        blocks, partial, query, norm_weight, EPS, out_norm_weight, 2 * EPS, **kwargs
+    )
+    outputs, cotangents = ([], []) if dy is None else ([y], [dy])
+    for source, factor in zip([*blocks, partial], later):
+        if factor is not None:
+            outputs.append(source * factor)
+            cotangents.append(torch.ones_like(source))
+    gradients = torch.autograd.grad(outputs, [*sources, *weights], cotangents, allow_unused=True)
+    return [y.detach(), *gradients]
+
+
+@pytest.mark.parametrize("used", ["all", "none", "last", "second", "not y"])
+@pytest.mark.parametrize("M, shape", [(1, (2, 7)), (3, (2, 300)), (9, (3, 37))])
+def test_later_gradients_are_added(M, shape, used, poison_empty):
+    sources, weights, dy = make(M, *shape, norm=True)
+    places = {"all": range(M), "none": (), "last": [M - 1], "second": [min(1, M - 1)], "not y": range(M)}[used]
+    later = [torch.randn_like(s) if j in places else None for j, s in enumerate(sources)]
+    dy = None if used == "not y" else dy
+    ours = run_through(sources, weights, dy, later, impl="triton")
+    wide = ([s.double() for s in sources], [w.double() for w in weights], None if dy is None else dy.double())
+    theirs = run_through(*wide, [None if x is None else x.double() for x in later], impl="reference")
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one is None) == (other is None)
+        if other is not None:
+            scale = other.norm() if other.any() else torch.ones(())
+            assert (one.double() - other).norm() / scale < LIMIT
+
+
+def test_later_gradients_of_several_dtypes():
+    sources, weights, dy = make(2, 2, 64, norm=True)
+    sources = [sources[0], sources[1].half()]
+    later = [torch.randn_like(source) for source in sources]
+    ours = run_through(sources, weights, dy, later, impl="triton")
+    theirs = run_through(sources, weights, dy, later, impl="reference")
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.dtype == other.dtype and (one - other).norm() / other.norm() < 1e-3
 
 
 def test_zero_query_is_the_mean_and_a_lone_source_passes_unchanged():
@@ -171,6 +215,20 @@ GPU_WIDTHS = (37, 256, 512, 768, 1024, 1280, 1536, 1792, 2048, 2304, 2560, 3072,
 def test_bf16_on_a_gpu_against_fp64(M, tokens, D, norm, poison_empty):
     inputs = make(M, tokens, D, norm=norm, dtype=torch.bfloat16, device="cuda")
     check(*inputs, GPU_LIMIT, GPU_GRADIENT_LIMIT)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", GPU_WIDTHS)
+@pytest.mark.parametrize("M, tokens", [(1, 3), (5, 3000), (9, 700), (17, 65)])
+def test_later_gradients_are_added_on_a_gpu(M, tokens, D, poison_empty):
+    sources, weights, dy = make(M, tokens, D, norm=True, dtype=torch.bfloat16, device="cuda")
+    later = [torch.randn_like(s) if j != 1 else None for j, s in enumerate(sources)]
+    ours = run_through(sources, weights, dy, later, impl="triton")
+    wide = ([s.double() for s in sources], [w.double() for w in weights], dy.double())
+    theirs = run_through(*wide, [None if x is None else x.double() for x in later], impl="reference")
+    for one, other in zip(ours, theirs, strict=True):
+        scale = other.norm() if other.any() else dy.double().norm()
+        assert (one.double() - other).norm() / scale < GPU_GRADIENT_LIMIT
 
 
 @pytest.mark.gpu
