@@ -4,10 +4,9 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from .backends import operator_impl
-from .kernels.router import auto_ema, load_quantile_bias, quantile_bias, route, sign_bias
+from .kernels.router import auto_ema, load_quantile_bias, quantile_bias, route, router_logits, sign_bias
 from .norm import at_least_float32
 
 
@@ -35,9 +34,7 @@ class Router(nn.Module):
     def forward(self, hidden_states: torch.Tensor, token_mask: torch.Tensor | None = None):
         """`[N, D]` and a mask `[N]` of real tokens -> logits `[N, E]`, weights `[N, k]` (both FP32), indices `[N, k]`."""
         config = self.config
-        dtype = torch.promote_types(hidden_states.dtype, torch.float32)
-        with torch.autocast(hidden_states.device.type, enabled=False):
-            logits = F.linear(hidden_states.to(dtype), self.weight.to(dtype))  # [N, E]
+        logits = router_logits(hidden_states, self.weight)  # [N, E]
         counting = self.training and not _in_backward()
         indices, weights, counts, _ = route(
             logits,
@@ -68,7 +65,7 @@ class Router(nn.Module):
         return self.counts if self.histogram is None else self.histogram
 
     @torch.no_grad()
-    def update_bias(self, statistics: torch.Tensor, ema: float) -> None:
+    def update_bias(self, statistics: torch.Tensor, ema: float | torch.Tensor) -> None:
         """Replaces the bias by the one that `statistics` call for, and starts counting anew."""
         balance, bias = self.config.router_balance, self.e_score_correction_bias
         if balance["method"] == "quantile" and self.histogram is not None:
@@ -106,7 +103,7 @@ def update_router_bias(model: nn.Module, all_reduce: Callable[[torch.Tensor], ob
     *summed, documents = packed.split([*(part.numel() for part in parts), 1])
     ema = config.router_balance["ema"]
     if ema == "auto":
-        ema = auto_ema(int(documents), config.num_experts, config.num_experts_per_token)
+        ema = auto_ema(documents[0], config.num_experts, config.num_experts_per_token)
     for router, part, own in zip(routers, summed, parts, strict=True):
         router.update_bias(part.view_as(own), ema)
     for counter in document_counters:

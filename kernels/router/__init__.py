@@ -9,6 +9,7 @@ from .balance import (
     sampling_floor,
     sign_bias,
 )
+from .logits import router_logits
 
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "max_violation",
     "quantile_bias",
     "route",
+    "router_logits",
     "sampling_floor",
     "sign_bias",
 ]

@@ -100,7 +100,7 @@ def sampling_floor(tokens: int, num_experts: int, top_k: int) -> float:
     return math.sqrt(2 * math.log(num_experts) * (1 - share) / (tokens * share))
 
 
-def auto_ema(documents: float, num_experts: int, top_k: int) -> float:
+def auto_ema(documents: float | torch.Tensor, num_experts: int, top_k: int) -> float | torch.Tensor:
     """EMA factor for `quantile_bias` from the number of documents in a step: 0.9 for few, 0 for many.
 
     Tokens of one document share their preferences, so the noise of an expert's quantile falls with the documents that
@@ -111,11 +111,14 @@ def auto_ema(documents: float, num_experts: int, top_k: int) -> float:
 
     Args:
         documents: documents of the whole step, over all micro-batches and ranks; for documents of unequal lengths their
-            effective number, sum(length) ** 2 / sum(length ** 2), is the better measure.
+            effective number, sum(length) ** 2 / sum(length ** 2), is the better measure. A tensor [] gives one of FP64:
+            nothing waits for its device.
         num_experts, top_k: of the router.
 
     Source: our simulation; the numbers are in the README of this folder.
     """
+    if isinstance(documents, torch.Tensor):
+        return 0.9 * (1 - (documents.double() * top_k / num_experts / 256).sqrt()).clamp(min=0.0)
     if documents < 0:
         raise ValueError(f"documents: expected a number >= 0, got {documents}")
     return 0.9 * max(0.0, 1 - math.sqrt(documents * top_k / num_experts / 256))
