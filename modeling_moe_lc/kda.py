@@ -22,7 +22,8 @@ class ShortConv(FullPrecision):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size, dtype=full_precision_dtype()))
 
-    def forward(self) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`: the input of the layer, unused. FSDP2 fails where checkpointing runs a unit again without any argument."""
         return self.weight  # [C, 1, W]
 
 
@@ -34,7 +35,8 @@ class Decay(FullPrecision):
         self.A_log = nn.Parameter(torch.empty(num_heads, dtype=full_precision_dtype()))
         self.dt_bias = nn.Parameter(torch.empty(num_heads * head_dim, dtype=full_precision_dtype()))
 
-    def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`x`: as of `ShortConv`."""
         return self.A_log, self.dt_bias.view(self.A_log.shape[0], -1)  # [H], [H, K]
 
 
@@ -90,11 +92,11 @@ class KimiDeltaAttention(nn.Module):
         return output if segments is None else segments.unpack(output, batch, length), None
 
     def convolutions(self, inputs, states, cu_seqlens):
-        taps = (self.q_conv1d(), self.k_conv1d(), self.v_conv1d())
+        taps = tuple(conv(inputs[0]) for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d))
         return short_convs(inputs, taps, states=states, cu_seqlens=cu_seqlens, impl=operator_impl(self.config))
 
     def delta_rule(self, q, k, v, g, beta, state, cu_seqlens):
-        A_log, dt_bias = self.decay()
+        A_log, dt_bias = self.decay(q)
         gate = {"A_log": A_log, "dt_bias": dt_bias, "lower_bound": self.lower_bound}
         if q.shape[1] == 1 and state is not None and cu_seqlens is None and not torch.is_grad_enabled():
             one = (y[:, 0] for y in (q, k, v, g, beta))

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +10,15 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..segments import Segments
 from .context_shard import ContextShard, shard_sequence
 from .mixture import StageData
-from .packing import IGNORED, Pack, collate
+from .packing import IGNORED, Pack, collate, learned_labels
 from .processes import Processes
+
+
+Collate = Callable[[Sequence[Pack]], dict[str, Any]]
+FEWEST_DOCUMENTS = 64  # that `OneShape` has room for: few shapes, few graphs
 
 
 @dataclass(frozen=True)
@@ -22,7 +27,7 @@ class Batch:
 
     `inputs`: of the model; its loss is this batch's nats over all predictions of the step, those of every process, so the
     losses of a step add up to its mean. `predictions`, `tokens`: of this process. `lengths`: of the documents that the
-    `ranks` processes of its context group compute together.
+    `ranks` processes of its context group compute together. `grids`: of its pictures, on the CPU.
     """
 
     inputs: dict[str, Any]
@@ -30,6 +35,7 @@ class Batch:
     tokens: int
     lengths: list[int]
     ranks: int
+    grids: torch.Tensor | None = None
 
     def nats(self, loss: torch.Tensor) -> torch.Tensor:
         """The sum over this process's predictions that the model's `loss` was made from."""
@@ -37,10 +43,12 @@ class Batch:
 
 
 class Batches:
-    """Micro-batches of `size` packs, for processes that share sequences within `mesh["context"]`."""
+    """Micro-batches of `size` packs, for processes that share sequences within `mesh["context"]`. `collate` makes a
+    model's inputs of packs; None: `model_inputs`."""
 
-    def __init__(self, mesh: DeviceMesh, size: int, processes: Processes):
+    def __init__(self, mesh: DeviceMesh, size: int, processes: Processes, collate: Collate | None = None):
         self.size, self.processes, self.context = size, processes, mesh["context"]
+        self.collate = model_inputs if collate is None else collate
         self.group, self.groups = mesh["data"].get_local_rank(), mesh["data"].size()
 
     def steps(self, data: StageData, first: int, end: int) -> Iterator[Iterator[Batch]]:
@@ -57,22 +65,24 @@ class Batches:
 
     def _batches(self, packs: Sequence[Pack]) -> Iterator[Batch]:
         # The ranks of a context group have the same packs: one of them counts.
-        mine = 0 if self.context.get_local_rank() else sum(map(count_predictions, packs))
+        mine = 0 if self.context.get_local_rank() else sum(pack.predictions for pack in packs)
         predictions = torch.tensor(mine, device=self.processes.device)
         self.processes.sum(predictions)
         for start in range(0, len(packs), self.size):
             yield self._batch(packs[start : start + self.size], predictions)
 
     def _batch(self, packs: Sequence[Pack], predictions: torch.Tensor) -> Batch:
-        inputs, own = model_inputs(packs), sum(map(count_predictions, packs))
+        inputs, own = self.collate(packs), sum(pack.predictions for pack in packs)
         ranks = self.context.size()
         if ranks > 1:
             inputs = shard_sequence(inputs, self.context)
             own = int((inputs["shift_labels"] != IGNORED).sum())
+        grids = inputs.get("grid_thws")
         inputs = {name: _moved(value, self.processes.device) for name, value in inputs.items()}
         inputs |= {"num_items_in_batch": predictions, "use_cache": False}
         lengths = [end - begin for pack in packs for begin, end in itertools.pairwise(pack.cu_seqlens)]
-        return Batch(inputs, own, inputs["input_ids"].numel(), lengths, ranks)
+        tokens = inputs["input_ids"].numel() if ranks > 1 else sum(lengths)
+        return Batch(inputs, own, tokens, lengths, ranks, grids)
 
 
 def model_inputs(packs: Sequence[Pack]) -> dict[str, torch.Tensor]:
@@ -82,15 +92,49 @@ def model_inputs(packs: Sequence[Pack]) -> dict[str, torch.Tensor]:
     if any(pack.cu_seqlens != [0, length] for pack in packs):
         return collate(packs)
     rows = torch.tensor([pack.input_ids for pack in packs])  # [B, T]
-    return {"input_ids": rows, "labels": rows}
+    if all(pack.learned is None for pack in packs):
+        return {"input_ids": rows, "labels": rows}
+    return {"input_ids": rows, "labels": torch.stack([learned_labels(pack) for pack in packs])}
 
 
-def count_predictions(pack: Pack) -> int:
-    """The first token of a document is none."""
-    return len(pack.input_ids) - (len(pack.cu_seqlens) - 1)
+class OneShape:
+    """Model inputs of one shape for any packs of at most `length` tokens each: what a CUDA graph can be replayed for.
+
+    Documents that fill a pack each are rows, as in `model_inputs`. Others stand behind one another, `size` x `length` tokens
+    in all: what is missing is taken from their beginning once more, is not predicted, and counts in no statistics; and as
+    many empty documents follow as make their number a power of two.
+    """
+
+    def __init__(self, size: int, length: int):
+        self.size, self.length = size, length
+
+    def __call__(self, packs: Sequence[Pack]) -> dict[str, Any]:
+        if all(pack.cu_seqlens == [0, self.length] for pack in packs):
+            # Nothing is masked: said at once, transformers need not find out.
+            return model_inputs(packs) | {"attention_mask": {"full_attention": None, "linear_attention": None}}
+        inputs = collate(packs)
+        ids, labels, borders = inputs["input_ids"], inputs["labels"], inputs["cu_seq_lens_q"]
+        known, total = ids.shape[1], self.size * self.length
+        again = torch.arange(known, total).remainder(known)
+        count = max(FEWEST_DOCUMENTS, 1 << (len(borders) + len(again) // self.length).bit_length())
+        ends = torch.arange(known, total, self.length, dtype=borders.dtype)[1:]
+        ends = torch.cat([borders, ends, borders.new_full((count,), total)])[: count + 1]
+        counted = torch.arange(total) < known
+        segments = Segments(ends, longest=self.length, counted=counted)
+        unpredicted = labels.new_full((1, len(again)), IGNORED)
+        return {
+            "input_ids": torch.cat([ids, ids[:, again]], dim=1),
+            "labels": torch.cat([labels, unpredicted], dim=1),
+            "segments": segments,
+        }
 
 
 def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Segments):
+        return Segments(*(_moved(part, device) for part in value))
     if isinstance(value, ContextShard):
         return dataclasses.replace(value, cu_seqlens=value.cu_seqlens.to(device))
-    return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+    if not isinstance(value, torch.Tensor):
+        return value
+    # From memory that may be paged out, a copy would wait for all that the device has still to do.
+    return (value.pin_memory() if device.type == "cuda" else value).to(device, non_blocking=True)

@@ -36,6 +36,18 @@ OPERATORS = {
         f"{PACKAGE}.training.bench_layer",
         "a decoder layer forward and backward: launched, its kernels alone, as a CUDA graph",
     ),
+    "train": (
+        f"{PACKAGE}.training.bench_train",
+        "whole training steps: tokens a second, MFU, memory, the optimiser's share",
+    ),
+    "generate": (
+        f"{PACKAGE}.training.bench_generate",
+        "prefilling a long prompt and decoding behind it, with random weights of any preset's size",
+    ),
+    "vision": (
+        f"{PACKAGE}.training.bench_vision",
+        "images a second through the vision tower and its projector",
+    ),
 }
 
 OURS = "ours"

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -26,6 +26,23 @@ class MediaDocument:
 
     def __len__(self) -> int:
         return len(self.input_ids)
+
+
+@dataclass(frozen=True)
+class MediaPack(Pack):
+    """A pack of `documents` with pictures; each of them says what is learned."""
+
+    documents: list[MediaDocument]
+
+    @classmethod
+    def of(cls, documents: Sequence[MediaDocument]) -> Self:
+        tokens = [document.input_ids.tolist() for document in documents]
+        borders = itertools.accumulate(map(len, tokens), initial=0)
+        return cls([token for ids in tokens for token in ids], list(borders), list(documents))
+
+    @property
+    def predictions(self) -> int:
+        return sum(int(document.learned[1:].sum()) for document in self.documents if document.learned is not None)
 
 
 def media_document(features: Mapping[str, Any]) -> MediaDocument:
@@ -75,9 +92,7 @@ class CollateImages:
         documents = [item if isinstance(item, MediaDocument) else media_document(item) for item in examples]
         if not documents:
             raise ValueError("examples: expected at least one document, got none")
-        tokens = [document.input_ids.tolist() for document in documents]
-        borders = itertools.accumulate(map(len, tokens), initial=0)
-        inputs = collate([Pack([token for ids in tokens for token in ids], list(borders))])
+        inputs = collate([MediaPack.of(documents)])
         learned = [
             np.ones(len(document), bool) if document.learned is None else document.learned for document in documents
         ]
@@ -88,3 +103,37 @@ class CollateImages:
             if any(value is not None for value in values):
                 inputs[name] = torch.cat([value for value in values if value is not None])
         return inputs
+
+
+@dataclass(frozen=True)
+class CollatePacks:
+    """Packs with and without pictures as inputs of a multimodal model, never without a picture.
+
+    Where there is none, a document of one blank token is put behind the others, on which nothing is learned: so every
+    process of a run uses the tower in every forward, and every parameter has a gradient in every step.
+    """
+
+    media_token_id: int
+    patch_size: int
+    merge_kernel_size: tuple[int, int]
+
+    def __call__(self, packs: Sequence[Pack]) -> dict[str, torch.Tensor]:
+        documents = [document for pack in packs for document in documents_of(pack)]
+        if all(document.pixel_values is None for document in documents):
+            documents.append(self.blank())
+        return CollateImages(self.media_token_id)(documents)
+
+    def blank(self) -> MediaDocument:
+        rows, columns = self.merge_kernel_size
+        pixels = torch.zeros(rows * columns, 3, self.patch_size, self.patch_size)
+        return MediaDocument(np.array([self.media_token_id]), pixels, torch.tensor([[1, rows, columns]]))
+
+
+def documents_of(pack: Pack) -> list[MediaDocument]:
+    if isinstance(pack, MediaPack):
+        return pack.documents
+    learned = None if pack.learned is None else np.array(pack.learned)
+    return [
+        MediaDocument(np.array(pack.input_ids[begin:end]), learned=None if learned is None else learned[begin:end])
+        for begin, end in itertools.pairwise(pack.cu_seqlens)
+    ]

@@ -110,7 +110,7 @@ class _KdaOnShard(_OnShard):
 
     def delta_rule(self, q, k, v, g, beta, state, cu_seqlens):
         config = self.module.config
-        A_log, dt_bias = self.module.decay()
+        A_log, dt_bias = self.module.decay(q)
         gate = {"A_log": A_log, "dt_bias": dt_bias, "lower_bound": self.module.lower_bound}
         impl = config.kda_implementation or operator_impl(config)
         return context_parallel_kda(q, k, v, g, beta, **gate, shard=self.shard, group=self.group, impl=impl)

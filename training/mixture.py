@@ -4,8 +4,10 @@ Nothing here remembers what was read. Pack p of a folder is fixed by the lengths
 permutation of the packs; sequence number n of a stage is one pack of one folder. A run that resumes needs one integer.
 """
 
+import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -14,6 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from .chat_shards import ChatShards
+from .collate_images import MediaPack
+from .media_shards import MediaShards, open_shards
 from .packing import Pack, assign_packs
 from .shards import TokenShards
 
@@ -91,10 +96,15 @@ class PackedShards(Sequence[Pack]):
             raise IndexError(f"pack: expected less than {len(self)}, got {index}")
         documents, parts, first = self._plan
         index %= len(self)
+        pieces = range(first[index], first[index + 1])
+        return self._pack([(int(documents[piece]), int(parts[piece])) for piece in pieces])
+
+    def _pack(self, pieces: Sequence[tuple[int, int]]) -> Pack:
+        """Of (document, part) pairs."""
         input_ids: list[int] = []
         cu_seqlens = [0]
-        for piece in range(first[index], first[index + 1]):
-            input_ids += self._piece(int(documents[piece]), int(parts[piece]))
+        for document, part in pieces:
+            input_ids += self._piece(document, part)
             cu_seqlens.append(len(input_ids))
         return Pack(input_ids, cu_seqlens)
 
@@ -144,6 +154,52 @@ class PackedShards(Sequence[Pack]):
         return (self._prefix if part else []) + self.shards.document(document)[begin:end].tolist()
 
 
+class PackedMedia(PackedShards):
+    """`PackedShards` of documents with pictures, as `MediaPack`s. Raises ValueError, too, if a document does not fit into
+    a pack: half a picture is none."""
+
+    shards: MediaShards
+
+    def __init__(self, shards: MediaShards, sequence_length: int, **options):
+        super().__init__(shards, sequence_length, **options)
+        if (longest := shards.lengths.max()) > sequence_length:
+            raise ValueError(
+                f"sequence_length: expected at least the {longest} tokens of the longest document with pictures in "
+                f"{shards.folder}, since they are not cut, got {sequence_length}"
+            )
+
+    def _pack(self, pieces: Sequence[tuple[int, int]]) -> MediaPack:
+        return MediaPack.of([self.shards.media_document(document) for document, _ in pieces])
+
+
+class PackedChat(PackedShards):
+    """`PackedShards` of conversations, of which only a part is learned. Raises ValueError, too, if one does not fit into a
+    pack: its rest would be answers without their questions."""
+
+    shards: ChatShards
+
+    def __init__(self, shards: ChatShards, sequence_length: int, **options):
+        super().__init__(shards, sequence_length, **options)
+        if (longest := shards.lengths.max()) > sequence_length:
+            raise ValueError(
+                f"sequence_length: expected at least the {longest} tokens of the longest conversation in "
+                f"{shards.folder}, since they are not cut, got {sequence_length}"
+            )
+
+    def _pack(self, pieces: Sequence[tuple[int, int]]) -> Pack:
+        learned = [self.shards.learned(document).tolist() for document, _ in pieces]
+        return dataclasses.replace(super()._pack(pieces), learned=list(itertools.chain.from_iterable(learned)))
+
+
+def packed(shards: TokenShards, sequence_length: int, **options) -> PackedShards:
+    """The packs of a prepared folder, whatever is in it."""
+    if isinstance(shards, MediaShards):
+        return PackedMedia(shards, sequence_length, **options)
+    if isinstance(shards, ChatShards):
+        return PackedChat(shards, sequence_length, **options)
+    return PackedShards(shards, sequence_length, **options)
+
+
 class StageData:
     """The data of one stage: `stage[step]` is the list of packs that step reads, the same in every process.
 
@@ -151,7 +207,7 @@ class StageData:
     reads `sequences_per_step` packs of at most `sequence_length` tokens; every stretch of sequences holds each folder
     within a few packs of its share. When a folder's epoch ends, inside a step or not, its next begins with the same
     packs in another order, however far the other folders are; nothing is dropped. With `long_documents`, long documents
-    come more often in each epoch.
+    come more often in each epoch. `pictures`: folder -> what its pictures are, for those that hold some.
 
     Raises ValueError for empty or unfinished folders, for folders of different tokenizers and for values out of range.
     """
@@ -170,13 +226,14 @@ class StageData:
         self.folders = dict(folders)
         self.sequence_length, self.sequences_per_step, self.seed = sequence_length, sequences_per_step, seed
         self.long_documents, self.split = long_documents, split
-        shards = [TokenShards(folder, split) for folder in folders]
+        shards = [open_shards(folder, split) for folder in folders]
+        self.pictures = {str(one.folder): one.pictures for one in shards if isinstance(one, MediaShards)}
         self.tokenizer: dict[str, Any] = shards[0].manifest["tokenizer"]
         for one in shards:
             if one.manifest["tokenizer"]["fingerprint"] != self.tokenizer["fingerprint"]:
                 raise ValueError(f"{one.folder}: expected the tokenizer of {shards[0].folder}, got another")
         self._packs = [
-            PackedShards(one, sequence_length, long_documents=long_documents, seed=(seed, number))
+            packed(one, sequence_length, long_documents=long_documents, seed=(seed, number))
             for number, one in enumerate(shards)
         ]
         self._order = functools.lru_cache(2 * len(shards))(lambda number, epoch: self._packs[number].order(epoch))

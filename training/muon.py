@@ -80,6 +80,9 @@ class Muon(torch.optim.Optimizer):
         momentum: Nesterov's, of Muon.
         betas, eps: of AdamW, which is torch's fused one.
 
+    The `lr` of a group may be a tensor [] on the parameters' device, so that a CUDA graph of a step can be replayed with
+    another one.
+
     The state is `momentum_buffer` for a Muon parameter, `exp_avg`, `exp_avg_sq` and `step` for one of AdamW, laid out as
     the parameter is; `torch.distributed.checkpoint` saves and reshards it without special cases. At a step all ranks must
     have gradients of the same parameters.
@@ -186,7 +189,7 @@ class _Matrix:
     whole: Tensor
     rows: tuple[int, ...]
     nesterov: float
-    lr: float
+    lr: float | Tensor
 
     @property
     def working_dtype(self) -> torch.dtype:
@@ -198,7 +201,7 @@ class _Matrix:
         torch.add(self.gradient, self.momentum, alpha=self.nesterov, out=out.view_as(self.gradient))
 
     def move(self, update: Tensor) -> None:
-        self.parameter.add_(update.view_as(self.parameter), alpha=-self.lr)
+        _descend(self.parameter, update.view_as(self.parameter), self.lr)
 
     def blocks(self) -> "Iterator[_Owned]":
         """The blocks of a parameter that holds all rows of each."""
@@ -215,14 +218,14 @@ class _Owned:
     momentum: Tensor
     parameter: Tensor
     nesterov: float
-    lr: float
+    lr: float | Tensor
     dtype: torch.dtype
 
     def load(self, part: slice, out: Tensor) -> None:
         torch.add(self.source[part], self.momentum[part], alpha=self.nesterov, out=out)
 
     def store(self, part: slice, update: Tensor) -> None:
-        self.parameter[part].add_(update, alpha=-self.lr)
+        _descend(self.parameter[part], update, self.lr)
 
 
 @dataclass(slots=True)
@@ -240,6 +243,13 @@ class _Gathered:
 
     def store(self, part: slice, update: Tensor) -> None:
         self.source[part] = update
+
+
+def _descend(parameter: Tensor, update: Tensor, lr: float | Tensor) -> None:
+    if isinstance(lr, Tensor):
+        parameter.addcmul_(update, lr, value=-1.0)
+    else:
+        parameter.add_(update, alpha=-lr)
 
 
 def _update(matrices: list[_Matrix]) -> None:

@@ -1,8 +1,9 @@
 """How a model's parameters are optimised: who takes which, a start that learns at once, learning rates, clipping."""
 
+import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from ..kda import KimiDeltaAttention
 from ..latent_moe import LatentMoE, MoeLcExperts
 from ..router import Router
 from ..situ_glu import SiTUGLU
+from ..vision import VisionBlock
 from .muon import Muon
 
 
@@ -36,6 +38,7 @@ CUTS: tuple[_Cut, ...] = (
     (GatedMLA, "kv_b_proj.weight", lambda mla, _: (mla.nope_dim, mla.v_dim)),
     (GatedMLA, "g_proj.weight", lambda mla, _: (mla.v_dim,)),
     (SiTUGLU, "gate_up_proj.weight", lambda _, gate_up: (gate_up.shape[-2] // 2,)),
+    (VisionBlock, "wqkv.weight", lambda block, _: (block.head_dim,)),
     (MoeLcExperts, "gate_up_proj", lambda _, gate_up: (gate_up.shape[-2] // 2,)),
     (MoeLcExperts, "down_proj", lambda *_: None),
 )
@@ -136,27 +139,41 @@ def adamw(
     betas: tuple[float, float] = (0.9, 0.95),
     embedding_rate: float = EMBEDDING_RATE,
 ) -> torch.optim.AdamW:
-    """AdamW with decay on matrices only; `set_learning_rate` before every step.
+    """AdamW of what is trainable, with decay on matrices only; `set_learning_rate` before every step.
 
     The embedding is a matrix, with a learning rate of its own: `embedding_rate` times that of the others.
     """
     embedding = model.get_input_embeddings().weight
-    matrices, others = [], []
+    embeddings, matrices, others = [], [], []
     for parameter in model.parameters():
-        if parameter is not embedding:
-            (matrices if is_matrix(parameter) else others).append(parameter)
+        if parameter.requires_grad:
+            kind = embeddings if parameter is embedding else matrices if is_matrix(parameter) else others
+            kind.append(parameter)
     groups = [
-        {"params": [embedding], "weight_decay": weight_decay, "rate": embedding_rate},
+        {"params": embeddings, "weight_decay": weight_decay, "rate": embedding_rate},
         {"params": matrices, "weight_decay": weight_decay, "rate": 1.0},
         {"params": others, "weight_decay": 0.0, "rate": 1.0},
     ]
-    return torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=True)
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.0, betas=betas, fused=True)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float | Tensor) -> None:
     """Sets every group's learning rate to `rate` times the group's own factor."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group["rate"]
+
+
+@contextlib.contextmanager
+def rate_on_device(optimizer: torch.optim.Optimizer, rate: Tensor) -> Iterator[None]:
+    """Inside, the groups have their parts of `rate` [] as tensors in place of numbers: the same for a CUDA graph that will
+    be replayed with other rates."""
+    numbers = [group["lr"] for group in optimizer.param_groups]
+    set_learning_rate(optimizer, rate)
+    try:
+        yield
+    finally:
+        for group, number in zip(optimizer.param_groups, numbers, strict=True):
+            group["lr"] = number
 
 
 def cosine(step: int, steps: int, start: float = 1.0, end: float = 0.1, warmup: int = 0) -> float:

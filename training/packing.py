@@ -4,7 +4,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -16,10 +16,19 @@ IGNORED = -100  # the label that transformers' losses skip
 @dataclass(frozen=True)
 class Pack:
     """Documents in one sequence. Document i is `input_ids[cu_seqlens[i]:cu_seqlens[i + 1]]`; `cu_seqlens` starts at 0
-    and ends at the number of tokens. There is no padding: a pack may be shorter than the length it was packed for."""
+    and ends at the number of tokens. There is no padding: a pack may be shorter than the length it was packed for.
+    `learned`: whether each token is to be predicted; None: all are."""
 
     input_ids: list[int]
     cu_seqlens: list[int]
+    learned: list[bool] | None = field(default=None, kw_only=True)
+
+    @property
+    def predictions(self) -> int:
+        """Tokens that are predicted: the first of a document is none."""
+        if self.learned is None:
+            return len(self.input_ids) - (len(self.cu_seqlens) - 1)
+        return sum(self.learned) - sum(self.learned[first] for first in self.cu_seqlens[:-1])
 
 
 def split_document(document: Sequence[int], length: int, prefix: Sequence[int] = ()) -> list[list[int]]:
@@ -116,12 +125,13 @@ def collate(packs: Sequence[Pack]) -> dict[str, torch.Tensor]:
     """Model inputs for packs behind one another in a batch of one row of N tokens and D documents.
 
     Returns `input_ids`, `labels`, `position_ids` (int64 [1, N]) and `cu_seq_lens_q` (int32 [D + 1]). The label of each
-    document's first token is -100: the model shifts labels by one, so nothing is predicted across a border.
+    document's first token is -100: the model shifts labels by one, so nothing is predicted across a border; so is that of
+    each token that is not learned.
     """
     input_ids = torch.tensor([token for pack in packs for token in pack.input_ids])
     lengths = torch.tensor([end - start for pack in packs for start, end in itertools.pairwise(pack.cu_seqlens)])
     borders = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    labels = input_ids.clone()
+    labels = torch.cat([learned_labels(pack) for pack in packs])
     labels[borders[:-1]] = IGNORED
     position_ids = torch.arange(len(input_ids)) - borders[:-1].repeat_interleave(lengths)
     return {
@@ -130,3 +140,9 @@ def collate(packs: Sequence[Pack]) -> dict[str, torch.Tensor]:
         "position_ids": position_ids[None],
         "cu_seq_lens_q": borders.int(),
     }
+
+
+def learned_labels(pack: Pack) -> torch.Tensor:
+    """int64 [N]: the tokens of a pack, -100 where nothing is learned."""
+    labels = torch.tensor(pack.input_ids)
+    return labels if pack.learned is None else labels.masked_fill(~torch.tensor(pack.learned), IGNORED)

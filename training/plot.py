@@ -1,4 +1,4 @@
-"""`moe-lc plot RUN`: the log of a run, finished or not, as one PNG."""
+"""`moe-lc plot RUN`: the log of a run, finished or not, as one PNG; of several runs, what they differ in."""
 
 import argparse
 import itertools
@@ -16,13 +16,23 @@ LEAST = 1e-3  # MaxVio at the dark end: balance may be perfect, and its logarith
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
-    parser.add_argument("--out", type=Path, help="the PNG (default: curves.png in that folder)")
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder of a run; of several: a comparison")
+    parser.add_argument("--out", type=Path, help="the PNG (default: curves.png in the folder of one run)")
 
 
 def run(args: argparse.Namespace) -> None:
-    out = args.out or args.run / "curves.png"
-    draw(out, read_log(args.run))
+    if len(args.runs) > 1 and args.out is None:
+        raise ValueError("out: expected a file for the comparison of several runs, got none")
+    out = args.out or args.runs[0] / "curves.png"
+    logs = {folder.resolve().name: read_log(folder) for folder in args.runs}
+    if len(logs) < len(args.runs):
+        raise ValueError(f"runs: expected folders of different names, got {', '.join(map(str, args.runs))}")
+    if len(args.runs) == 1:
+        draw(out, *logs.values())
+    else:
+        from .plot_comparison import draw_comparison
+
+        draw_comparison(out, logs)
     print(f"wrote {out}")
 
 

@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> None:
     items = list_items(args.sources, reading)
     settings = _settings(args, items)
     if (out / MANIFEST).exists():
-        _expect(out, read_manifest(out)["settings"], settings)
+        check_settings(out, read_manifest(out)["settings"], settings)
         print(f"{out} is complete")
         return
     for split in SPLITS:
@@ -105,7 +105,7 @@ class Journal:
         self.path = folder / JOURNAL
         whole = [line for line in self._lines() if line.endswith(b"\n")]
         if whole:
-            _expect(folder, json.loads(whole[0]), settings)
+            check_settings(folder, json.loads(whole[0]), settings)
         else:
             whole = [_line(settings)]
         write_atomically(self.path, b"".join(whole))
@@ -334,7 +334,8 @@ def _settings(args: argparse.Namespace, items: Sequence[Item]) -> dict[str, Any]
     return {**kept, "files": digest.hexdigest()}
 
 
-def _expect(folder: Path, begun: dict[str, Any], settings: dict[str, Any]) -> None:
+def check_settings(folder: Path, begun: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Raises ValueError, naming the first, if `settings` are not those that `folder` was `begun` with."""
     for name, value in settings.items():
         if begun.get(name) != value:
             raise ValueError(f"{name}: expected {begun.get(name)!r}, with which {folder} was begun, got {value!r}")

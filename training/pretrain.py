@@ -8,24 +8,25 @@ import argparse
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils.logging import disable_progress_bar
 
+from ..configuration.configuration_moe_lc import MoeLcConfig
 from ..conversion.count import count
-from ..router import update_router_bias
-from .batches import Batch, Batches
+from .batches import Batch, Batches, Collate, OneShape
 from .checkpoint import Checkpointer, read_state, save_model
+from .collate_images import CollatePacks
 from .context_parallel import context_parallel
 from .evaluate import loss_by_position
-from .flops import measure_peak, training_flops
+from .flops import adapter_flops, measure_peak, training_flops, vision_flops
 from .interrupt import Interruptible
 from .metrics import SpikeDetector, StepMeter
+from .mixture import StageData
 from .observation import observe
-from .optim import clip_grad_norm, set_learning_rate
 from .prepare import TOKENIZER
 from .processes import Processes, processes
 from .recipe import Recipe, load_recipe, recipe_text
@@ -33,11 +34,21 @@ from .recipe_file import build
 from .recipe_resume import forbidden_changes
 from .run_log import STAGE, STEP, VALIDATION, RunLog, read_log, records_of
 from .shards import write_atomically
-from .start import build_model, fill_model, model_config, start_optimizer
+from .start import (
+    Config,
+    build_model,
+    fill_model,
+    is_partly_frozen,
+    low_precision,
+    model_config,
+    start_optimizer,
+    use_graphs,
+)
+from .step import Step
 from .validation import held_out, long_text, validation_losses
 
 
-RECIPE, MODELS = "recipe.yaml", "models"
+RECIPE, MODELS, ADAPTER = "recipe.yaml", "models", "adapter"  # in the folder of a run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,18 +92,24 @@ class Run:
         self.data = [recipe.stage_data(stage) for stage in stages]
         self.held_out = [held_out(recipe, stage) for stage in stages]
         config = model_config(recipe)
-        _check_vocabulary(config.vocab_size, self.data[0].tokenizer["vocab_size"])
-        self.counted, self.tokenizer = count(config), _tokenizer(recipe)
+        _check_vocabulary(config.get_text_config().vocab_size, self.data[0].tokenizer["vocab_size"])
+        self.counted, self.collate, self.reader = count(config), _collate(config, self.data), _reader(self.data)
+        self.graphs = use_graphs(recipe, ours, pictures=self.collate is not None)
+        self._flops = training_flops if recipe.adapter is None else adapter_flops
         self.checkpointer = Checkpointer(recipe.checkpoint_folder, keep=recipe.checkpoints.keep, seed=recipe.seed)
         latest = self.checkpointer.latest()
         past = {"step": 0, "tokens": 0} if latest is None else self._checked_past(latest)
 
         self.model = build_model(recipe, config, ours)
         self.optimizer = start_optimizer(recipe, self.model)
-        if latest is None:
+        if latest is None or is_partly_frozen(self.model):
             fill_model(self.model, recipe, ours)
-        else:
+        if latest is not None:
             self.checkpointer.load(latest, self.model, self.optimizer)
+        self.precision = low_precision(recipe, self.model, ours)
+        self.precision.refresh()
+        clip_norm = recipe.optimizer.clip_norm
+        self.parts = Step(self.model, self.optimizer, ours, self.precision, clip_norm=clip_norm, graphs=self.graphs)
         self.step = past["step"]
         self.seen = past["tokens"] if ours.is_main else 0  # by this process, in tokens; the past is the main one's
         self._open_folder(past["tokens"])
@@ -142,18 +159,20 @@ class Run:
         recipe, settings, end = self.recipe, self.recipe.stages[stage], self.recipe.ends[stage]
         begin = end - recipe.steps[stage]
         mesh = self.ours.mesh(settings.context_parallel)
-        batches = Batches(mesh, settings.micro_batch, self.ours)
+        collate = OneShape(settings.micro_batch, settings.sequence_length) if self.graphs else self.collate
+        batches = Batches(mesh, settings.micro_batch, self.ours, collate)
+        self.parts.forget()
         with context_parallel(self.model, mesh["context"]):
             if self.step > begin and not self._is_logged(VALIDATION):
                 self._validate_if_due(stage, batches)  # a run that stopped right after this step has not
             for step_batches in batches.steps(self.data[stage], self.step - begin, recipe.steps[stage]):
-                set_learning_rate(self.optimizer, rate := recipe.learning_rate(self.step))
-                norm, last = self._step(step_batches)
+                rate = recipe.learning_rate(self.step)
+                norm, last = self._step(step_batches, rate)
                 self.step += 1
                 over = self.step == end
                 if over or _every(recipe.logging.every_steps, self.step):
                     self._log_step(stage, rate, norm, last, over)
-                update_router_bias(self.model, self.ours.sum)
+                self.parts.balance()
                 stop = interrupt.requested() or self.clock.is_over()
                 if over or stop or self.clock.is_due(self.step):
                     self._save(stage, permanent=over, wait=stop)
@@ -163,23 +182,21 @@ class Run:
         self._end_stage(stage)
         return True
 
-    def _step(self, batches: Iterator[Batch]) -> tuple[torch.Tensor, Batch]:
+    def _step(self, batches: Iterator[Batch], rate: float) -> tuple[torch.Tensor, Batch]:
         """One optimiser step; returns the norm of its gradients and its last batch."""
         self.meter.start_step()
         for batch in batches:
-            loss = self.model(**batch.inputs).loss
-            # The losses of the processes are parts of a sum, and FSDP2 takes the mean of their gradients.
-            (loss * self.ours.count).backward()
-            flops = training_flops(self.counted, batch.lengths) / batch.ranks
+            loss = self.parts.backward(batch.inputs)
+            flops = self._flops(self.counted, batch.lengths) / batch.ranks + self._vision_flops(batch)
             self.meter.add(batch.nats(loss), batch.predictions, batch.tokens, flops)
             self.seen += batch.tokens
-        norm = clip_grad_norm(self.model.parameters(), self.recipe.optimizer.clip_norm or float("inf"))
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return norm, batch
+        return self.parts.update(rate), batch
+
+    def _vision_flops(self, batch: Batch) -> float:
+        return 0.0 if batch.grids is None else 3 * vision_flops(self.model.config.vision_config, batch.grids)
 
     def _log_step(self, stage: int, rate: float, norm: torch.Tensor, last: Batch, over: bool) -> None:
-        with self.meter.paused():
+        with self.meter.paused(), self.precision.computing():
             observation = observe(self.model, last.inputs) if over else None
         numbers = self.meter.read(norm, observation)
         numbers |= {"learning_rate": rate, "spike": self.spikes.is_spike(numbers["loss"])}
@@ -197,7 +214,7 @@ class Run:
     def _validate_if_due(self, stage: int, batches: Batches) -> None:
         due = self.step == self.recipe.ends[stage] or _every(self.recipe.logging.evaluate_every_steps, self.step)
         if due:
-            with self.meter.paused():
+            with self.meter.paused(), self.precision.computing():
                 data = self.held_out[stage]
                 losses = validation_losses(self.model, self.recipe, stage, data, batches, self.ours)
             self._log(VALIDATION, stage, losses)
@@ -211,6 +228,8 @@ class Run:
         }
         with self.meter.paused():
             self.checkpointer.save(self.step, self.model, self.optimizer, state, permanent=permanent, wait=wait)
+            if self.recipe.adapter is not None:
+                self._save_model(self.folder / ADAPTER)
         self.clock.restart()
 
     def _end_stage(self, stage: int) -> None:
@@ -219,9 +238,18 @@ class Run:
             return
         settings, text = self.recipe.stages[stage], long_text(self.recipe, stage)
         with self.meter.paused(), torch.compiler.set_stance("force_eager"):
-            save_model(self.model, self.folder / MODELS / settings.name, self.tokenizer)
-            by_position = None if text is None else loss_by_position(self.model, text, settings.sequence_length)
+            self._save_model(self.folder / MODELS / settings.name)
+            with self.precision.computing():
+                by_position = None if text is None else loss_by_position(self.model, text, settings.sequence_length)
         self._log(STAGE, stage, {"by_position": by_position})
+
+    def _save_model(self, folder: Path) -> None:
+        """The model as anyone loads it, or what is trained in its place."""
+        if self.recipe.adapter is None:
+            return save_model(self.model, folder, self.reader)
+        from .sharded_adapters import save_adapter  # needs PEFT
+
+        save_adapter(self.model, folder, reader=self.reader)
 
 
 class Clock:
@@ -249,9 +277,31 @@ def _every(steps: int | None, step: int) -> bool:
     return steps is not None and step % steps == 0
 
 
-def _tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """That of the data, which all folders share."""
-    return AutoTokenizer.from_pretrained(Path(next(iter(recipe.data.folders.values()))) / TOKENIZER)
+def _reader(stages: Sequence[StageData]) -> PreTrainedTokenizerBase | ProcessorMixin:
+    """The tokenizer of the data, which all folders share; with pictures, the processor of the first that have some."""
+    pictured = next((folder for data in stages for folder in data.pictures), None)
+    if pictured is not None:
+        return AutoProcessor.from_pretrained(Path(pictured) / TOKENIZER)
+    return AutoTokenizer.from_pretrained(Path(next(iter(stages[0].folders))) / TOKENIZER)
+
+
+def _collate(config: Config, stages: Sequence[StageData]) -> Collate | None:
+    """How packs become inputs of a model. Raises ValueError where it is not made for the pictures of a folder."""
+    expected: dict[str, int | list[int]] = {}
+    if isinstance(config, MoeLcConfig):
+        vision = config.vision_config
+        expected = {"patch_size": vision.patch_size, "merge_kernel_size": list(vision.merge_kernel_size)}
+        expected["media_token_id"] = config.media_placeholder_token_id
+    for folder, pictures in (item for data in stages for item in data.pictures.items()):
+        found = {"patch_size": pictures.patch_size, "merge_kernel_size": [pictures.merge_kernel_size] * 2}
+        found["media_token_id"] = pictures.media_token_id
+        if not expected:
+            raise ValueError(f"model.vision: expected a tower for the pictures in {folder}, got null")
+        if found != expected:
+            raise ValueError(f"data.folders: expected pictures of {expected}, as the model, got {found} in {folder}")
+    if not isinstance(config, MoeLcConfig):
+        return None
+    return CollatePacks(config.media_placeholder_token_id, vision.patch_size, tuple(vision.merge_kernel_size))
 
 
 def _check_vocabulary(of_model: int, of_data: int) -> None:

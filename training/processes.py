@@ -1,4 +1,4 @@
-"""The processes of a run, and how they share a model: FSDP2 with a unit for each decoder layer.
+"""The processes of a run, and how they share a model: FSDP2 with a unit for each layer.
 
 One process, torchrun and `accelerate launch` are the same to what uses this.
 """
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from accelerate import PartialState
 from torch import distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedModel
 
 from ..norm import FullPrecision
 
@@ -85,17 +85,18 @@ def processes() -> Iterator[Processes]:
         dist.destroy_process_group()
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+def shard(model: PreTrainedModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     """Splits `model` over all ranks of a mesh of one dimension; forward and backward compute in `dtype`.
 
     Parameters stay what they are, and gradients are summed up in their dtype. What is always in full precision is a unit
     of its own in each layer: FSDP2 casts a whole unit. In a KDA layer that unit is held from its first module to its
     last, since some hand out their parameters.
     """
-    stored = next(model.parameters()).dtype
+    stored = max((parameter.dtype for parameter in model.parameters()), key=lambda dtype: dtype.itemsize)
     low = MixedPrecisionPolicy() if dtype == stored else MixedPrecisionPolicy(dtype, stored, cast_forward_inputs=False)
     full = MixedPrecisionPolicy(cast_forward_inputs=False)
-    for layer in model.model.layers:
+    units = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
+    for layer in units:
         if exact := [module for module in layer.modules() if isinstance(module, FullPrecision)]:
             fully_shard(exact, mesh=mesh, mp_policy=full)
         fully_shard(layer, mesh=mesh, mp_policy=low)

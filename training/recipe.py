@@ -26,28 +26,59 @@ class ModelRecipe:
 
     `base`: a preset, a folder or a name on the Hub. `start`: "scratch" takes its configuration, "continue" its weights
     as well, which a preset does not have. `config`: fields of the configuration that replace those of `base`. `dtype`: of
-    the computation; the parameters are FP32 at least. `loss_chunk_size`: in tokens; null: all logits at once.
+    the computation; the parameters are FP32 at least. `loss_chunk_size`: in tokens; null: all logits at once. `vision`:
+    fields of the vision tower's configuration that replace those of `base`; {}: none; null: the text model alone.
+    `cuda_graphs`: each part of a step is launched as a whole; null: where one GPU trains on text and `compile` is off.
     """
 
     base: str
     start: Literal["scratch", "continue"] = "scratch"
     config: dict[str, Any] = field(default_factory=dict)
+    vision: dict[str, Any] | None = None
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     attn_implementation: str | None = None
     experts_implementation: str | None = None
     loss_chunk_size: int | None = 4096
     compile: bool = False
+    cuda_graphs: bool | None = None
     activation_checkpointing: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataRecipe:
-    """`folders`: name -> folder that `moe-lc prepare` wrote. `validation_tokens`: how many of `validation_split` an
+    """`folders`: name -> folder that `moe-lc prepare` or `prepare-images` wrote. `validation_tokens`: how many of `validation_split` an
     evaluation reads of each folder, at most."""
 
     folders: dict[str, str]
     validation_split: str = "validation"
     validation_tokens: int = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatRecipe:
+    """Conversations that `moe-lc finetune` prepares before it trains; only what the assistant says in them is learned.
+
+    `sources`: name in `data.folders` -> file or folder of JSON lines, URL, or hf:NAME[:CONFIG][:SPLIT], whose rows have
+    `messages`. `tokenizer`: null: that of `model.base`. `template`: a Jinja file; null: the tokenizer's. `variables`: of the
+    template. `too_long`: for the shortest stage that reads them: "refuse", "drop" them, or "truncate" their ends.
+    `validation_share`: held out, by name.
+    """
+
+    sources: dict[str, str] = field(default_factory=dict)
+    tokenizer: str | None = None
+    template: str | None = None
+    variables: dict[str, Any] = field(default_factory=dict)
+    too_long: Literal["refuse", "drop", "truncate"] = "refuse"
+    validation_share: float = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterRecipe:
+    """LoRA: W + alpha / r B A in place of W, where A and B alone are trained. `targets`: groups of `lora_targets`."""
+
+    r: int = 16
+    alpha: float = 32.0
+    targets: tuple[str, ...] = ("attention", "experts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,16 +176,22 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A run. `output_dir`: its folder. Raises ValueError that lists every contradiction, one a line."""
+    """A run. `output_dir`: its folder. `adapter`: what is trained in place of the model; null: all weights are.
+    `router_balance`: null: that of a pretraining; with an adapter or conversations none, and the biases stay what they are.
+
+    Raises ValueError that lists every contradiction, one a line.
+    """
 
     output_dir: str
     seed: int = 0
     model: ModelRecipe
+    adapter: AdapterRecipe | None = None
     data: DataRecipe
+    chat: ChatRecipe = ChatRecipe()
     tokens_per_step: int
     stages: tuple[Stage, ...]
     optimizer: OptimizerRecipe
-    router_balance: RouterBalance = RouterBalance()
+    router_balance: RouterBalance | None = None
     checkpoints: Checkpoints = Checkpoints()
     logging: Logging = Logging()
     limits: Limits = Limits()
@@ -166,8 +203,20 @@ class Recipe:
     @property
     def config_overrides(self) -> dict[str, Any]:
         """Fields of the configuration that replace those of `model.base`."""
-        balance, chunk = asdict(self.router_balance), self.model.loss_chunk_size
+        balance, chunk = asdict(self.balance), self.model.loss_chunk_size
         return {**self.model.config, "router_balance": balance, "loss_chunk_size": chunk}
+
+    @property
+    def finetunes(self) -> bool:
+        """Whether it is one for `moe-lc finetune`."""
+        return self.adapter is not None or bool(self.chat.sources)
+
+    @property
+    def balance(self) -> RouterBalance:
+        """What `router_balance` says or leaves open."""
+        if self.router_balance is not None:
+            return self.router_balance
+        return RouterBalance(method="none") if self.finetunes else RouterBalance()
 
     @property
     def embedding_rate(self) -> float:

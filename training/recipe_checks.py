@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from ..adapters import GROUPS
 from ..configuration.checks import check_router_balance
-from ..configuration.configuration_moe_lc import ROUTER_BALANCE_DEFAULTS, MoeLcTextConfig
-from ..configuration.presets import load_preset, preset_names
+from ..configuration.configuration_moe_lc import ROUTER_BALANCE_DEFAULTS, MoeLcTextConfig, MoeLcVisionConfig
+from ..configuration.presets import load_multimodal_preset, load_preset, multimodal_preset_names, preset_names
 
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ def contradictions(recipe: "Recipe") -> Iterator[str]:
         *_numbers(recipe),
         *_balance(recipe),
         *_data(recipe),
+        *_chat(recipe),
+        *_adapter(recipe),
         *_optimizer(recipe),
         *_trackers(recipe),
         *_stage_names(recipe),
@@ -72,7 +75,7 @@ def _numbers(recipe: "Recipe") -> Iterator[str]:
 
 def _balance(recipe: "Recipe") -> Iterator[str]:
     some_config = SimpleNamespace(
-        router_balance=dataclasses.asdict(recipe.router_balance),
+        router_balance=dataclasses.asdict(recipe.balance),
         num_expert_group=1,
         num_experts=2,
         num_experts_per_token=1,
@@ -92,6 +95,32 @@ def _data(recipe: "Recipe") -> Iterator[str]:
         )
         same = [other for other in folders if folders[other] == folder]
         yield from _expect(name == same[0], f"data.folders.{name}", f"another folder than {same[0]}", folder)
+
+
+def _chat(recipe: "Recipe") -> Iterator[str]:
+    chat, known = recipe.chat, ", ".join(recipe.data.folders)
+    for name in chat.sources:
+        here = name in recipe.data.folders
+        yield from _expect(here, f"chat.sources.{name}", f"a name in data.folders ({known})", name)
+    share = chat.validation_share
+    yield from _expect(0 < share < 1, "chat.validation_share", "more than 0 and below 1", share)
+
+
+def _adapter(recipe: "Recipe") -> Iterator[str]:
+    adapter, model = recipe.adapter, recipe.model
+    if recipe.finetunes:
+        yield from _expect(model.start == "continue", "model.start", "'continue' in fine-tuning", model.start)
+    if adapter is None:
+        return
+    yield from _positive({"adapter.r": adapter.r, "adapter.alpha": adapter.alpha})
+    yield from _expect(bool(adapter.targets), "adapter.targets", f"some of {', '.join(GROUPS)}", adapter.targets)
+    for number, group in enumerate(adapter.targets):
+        yield from _expect(group in GROUPS, f"adapter.targets.{number}", f"one of {', '.join(GROUPS)}", group)
+    method, kind = recipe.balance.method, recipe.optimizer.kind
+    kept = "'none' with an adapter, whose files do not hold the routers' biases"
+    yield from _expect(method == "none", "router_balance.method", kept, method)
+    yield from _expect(kind == "adamw", "optimizer.kind", "'adamw' with an adapter", kind)
+    yield from _expect(not model.compile, "model.compile", "false with an adapter", model.compile)
 
 
 def _optimizer(recipe: "Recipe") -> Iterator[str]:
@@ -174,6 +203,25 @@ def _model(recipe: "Recipe") -> Iterator[str]:
             load_preset(model.base, **recipe.config_overrides)
         except ValueError as error:
             yield f"model.config: {error}"
+        else:
+            yield from _vision(recipe)
+
+
+def _vision(recipe: "Recipe") -> Iterator[str]:
+    model = recipe.model
+    if model.vision is None:
+        return
+    known = {field.name for field in dataclasses.fields(MoeLcVisionConfig)}
+    for name in sorted(model.vision.keys() - known):
+        yield f"model.vision.{name}: expected a field of the tower's configuration, got an unknown one"
+    towers = multimodal_preset_names()
+    if model.base not in towers:
+        yield f"model.vision: expected null for the preset {model.base!r}, since only {', '.join(towers)} have a tower"
+    elif known.issuperset(model.vision):
+        try:
+            load_multimodal_preset(model.base, vision_config=model.vision, **recipe.config_overrides)
+        except ValueError as error:
+            yield f"model.vision: {error}"
 
 
 def _tokens(recipe: "Recipe") -> Iterator[str]:
@@ -186,6 +234,10 @@ def _tokens(recipe: "Recipe") -> Iterator[str]:
         yield from _expect(step % pass_tokens == 0, field, multiple, step)
         divisor = f"a divisor of the sequence_length {length}"
         yield from _expect(length % ranks == 0, f"{name}.context_parallel", divisor, ranks)
+        whole_pictures = "1 with model.vision: the patches of a sequence are not shared"
+        yield from _expect(
+            recipe.model.vision is None or ranks == 1, f"{name}.context_parallel", whole_pictures, ranks
+        )
         yield from _expect(stage.tokens >= step, f"{name}.tokens", f"at least one step of {step}", stage.tokens)
         whole = whole and stage.tokens >= step
     if whole:

@@ -11,8 +11,7 @@ from .recipe import Recipe
 
 
 FIXED = {
-    "model": ("base", "start", "config", "dtype"),
-    "router_balance": ("method", "ema", "bins", "eta", "high", "low"),
+    "model": ("base", "start", "config", "vision", "dtype"),
     "optimizer": ("kind", "betas", "router_on_muon"),
 }
 
@@ -49,7 +48,9 @@ def _fixed(recipe: Recipe, finished: int, begun: int) -> dict[str, Any]:
     fields: dict[str, Any] = {"seed": recipe.seed}
     for section, names in FIXED.items():
         fields |= {f"{section}.{name}": getattr(getattr(recipe, section), name) for name in names}
+    fields |= {f"router_balance.{name}": value for name, value in asdict(recipe.balance).items()}
     fields |= {"optimizer.momentum": recipe.momentum, "optimizer.embedding_rate": recipe.embedding_rate}
+    fields["adapter"] = recipe.adapter and asdict(recipe.adapter)
     for number, stage in enumerate(recipe.stages[:begun]):
         weights = stage.mixture or dict.fromkeys(recipe.data.folders, 1.0)
         own = {

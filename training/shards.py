@@ -83,9 +83,9 @@ def checked_lengths(folder: Path, shard: dict[str, Any]) -> np.ndarray:
 
     Raises ValueError, naming the file, if one of its two does not have the size that the entry says.
     """
-    _check_size(folder / f"{shard['name']}.tokens", shard["tokens"] * np.dtype(shard["dtype"]).itemsize)
+    check_size(folder / f"{shard['name']}.tokens", shard["tokens"] * np.dtype(shard["dtype"]).itemsize)
     path = folder / f"{shard['name']}.offsets"
-    _check_size(path, (shard["documents"] + 1) * OFFSET.itemsize)
+    check_size(path, (shard["documents"] + 1) * OFFSET.itemsize)
     offsets = np.fromfile(path, OFFSET)
     lengths = np.diff(offsets).astype(np.int64)
     if offsets[0] != 0 or offsets[-1] != shard["tokens"] or (lengths <= 0).any():
@@ -121,16 +121,20 @@ class TokenShards:
 
         Raises IndexError if there is no such document.
         """
+        shard, place = self.place(index)
+        tokens, offsets = self._open(shard)
+        return tokens[offsets[place] : offsets[place + 1]]
+
+    def place(self, index: int) -> tuple[int, int]:
+        """The shard that holds document `index`, and the document's number there. Raises IndexError as `document`."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"document: expected less than {len(self)}, got {index}")
         index %= len(self)
         shard = int(np.searchsorted(self._first, index, side="right")) - 1
-        tokens, offsets = self._open(shard)
-        place = index - self._first[shard]
-        return tokens[offsets[place] : offsets[place + 1]]
+        return shard, int(index - self._first[shard])
 
     def __reduce__(self):
-        return TokenShards, (self.folder, self.split)
+        return type(self), (self.folder, self.split)
 
     def _map(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         shard = self._shards[number]
@@ -139,7 +143,8 @@ class TokenShards:
         return tokens, np.memmap(self.folder / f"{shard['name']}.offsets", OFFSET, mode="r")
 
 
-def _check_size(path: Path, expected: int) -> None:
+def check_size(path: Path, expected: int) -> None:
+    """Raises ValueError, naming the file, if it does not have so many bytes."""
     got = f"{path.stat().st_size}" if path.is_file() else "no such file"
     if got != str(expected):
         raise ValueError(f"{path}: expected {expected} bytes, got {got}")

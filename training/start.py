@@ -8,9 +8,13 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from ..configuration.configuration_moe_lc import MoeLcTextConfig
-from ..configuration.presets import load_preset, preset_names
-from ..modeling_moe_lc import MoeLcForCausalLM
+from ..adapters import add_lora, lora_targets
+from ..configuration.configuration_moe_lc import MoeLcConfig, MoeLcTextConfig
+from ..configuration.presets import load_multimodal_preset, load_preset, preset_names
+from ..modeling_moe_lc import MoeLcDecoderLayer, MoeLcForCausalLM
+from ..modeling_moe_lc_vl import MoeLcForConditionalGeneration
+from .checkpointing import checkpoint_activations
+from .low_precision import LowPrecision
 from .optim import adamw, initialise, muon
 from .processes import Processes, shard
 from .random_state import seed_all
@@ -18,18 +22,25 @@ from .recipe import Recipe
 
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+Config = MoeLcTextConfig | MoeLcConfig
+Model = MoeLcForCausalLM | MoeLcForConditionalGeneration
 COMPILED_VARIANTS = 64  # of one layer function: kinds of layers x blocks before them x lengths of stages
 
 
-def model_config(recipe: Recipe) -> MoeLcTextConfig:
+def model_config(recipe: Recipe) -> Config:
     """The configuration of the base with the recipe's fields in place of its own.
 
     Raises:
         ValueError: fields that do not fit together.
     """
     base, overrides = recipe.model.base, recipe.config_overrides
-    is_preset = base in preset_names()
-    config = load_preset(base, **overrides) if is_preset else MoeLcTextConfig.from_pretrained(base, **overrides)
+    config: Config
+    if recipe.model.vision is not None:
+        config = _multimodal_config(base, overrides, recipe.model.vision)
+    elif base in preset_names():
+        config = load_preset(base, **overrides)
+    else:
+        config = MoeLcTextConfig.from_pretrained(base, **overrides)
     if recipe.model.attn_implementation is not None:
         config._attn_implementation = recipe.model.attn_implementation
     if recipe.model.experts_implementation is not None:
@@ -37,31 +48,69 @@ def model_config(recipe: Recipe) -> MoeLcTextConfig:
     return config
 
 
-def build_model(recipe: Recipe, config: MoeLcTextConfig, processes: Processes) -> MoeLcForCausalLM:
-    """The model of a recipe for training, sharded over all processes, with FP32 parameters (FP64 where it computes in
-    FP64). They hold nothing yet: `fill_model` or a checkpoint does that."""
+def _multimodal_config(base: str, overrides: dict[str, Any], vision: dict[str, Any]) -> MoeLcConfig:
+    if base in preset_names():
+        return load_multimodal_preset(base, vision_config=vision, **overrides)
+    fields = MoeLcConfig.from_pretrained(base).to_dict()
+    for part, changes in (("text_config", overrides), ("vision_config", vision)):
+        fields[part] = {**fields[part], **changes}
+    return MoeLcConfig(**fields)
+
+
+def model_class(config: Config) -> type[Model]:
+    return MoeLcForConditionalGeneration if isinstance(config, MoeLcConfig) else MoeLcForCausalLM
+
+
+def build_model(recipe: Recipe, config: Config, processes: Processes) -> Model:
+    """The model of a recipe for training, sharded over all processes if there are several. What is trained is in FP32 (FP64
+    where it computes in FP64), what an adapter freezes in the dtype of the computation. All hold nothing yet: `fill_model` or
+    a checkpoint does that."""
     dtype = DTYPES[recipe.model.dtype]
-    with torch.device("meta"), _default_dtype(_stored(recipe)):
-        model = MoeLcForCausalLM(config)
-    shard(model, processes.mesh(1)["data"], dtype)
+    with torch.device("meta"), _default_dtype(_begun_with(recipe)):
+        model = model_class(config)(config)
+    _adapt(model, recipe)
+    if processes.count > 1:
+        shard(model, processes.mesh(1)["data"], dtype)
     model.to_empty(device=processes.device)
     model.tie_weights()
     _zero_counters(model)
     if recipe.model.activation_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(model, keep_attention=not recipe.model.compile)
     if recipe.model.compile:
         torch._dynamo.config.recompile_limit = COMPILED_VARIANTS
-        for layer in model.model.layers:
-            layer.compile()
+        for layer in model.modules():
+            if isinstance(layer, MoeLcDecoderLayer):
+                layer.compile()
     return model.train()
 
 
-def fill_model(model: MoeLcForCausalLM, recipe: Recipe, processes: Processes) -> None:
+def fill_model(model: Model, recipe: Recipe, processes: Processes) -> None:
     """Gives every process its shards of the parameters and buffers that the run begins with, and a random state."""
     source = _whole(recipe, model.config) if processes.is_main else None
+    if source is not None:
+        _adapt(source, recipe)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, {} if source is None else source.state_dict(), options=options)
     seed_all(recipe.seed, 0, processes.rank)
+
+
+def low_precision(recipe: Recipe, model: nn.Module, processes: Processes) -> LowPrecision:
+    """What a model that one process has for itself computes in; FSDP2 has seen to that where it is shared."""
+    return LowPrecision(model, DTYPES[recipe.model.dtype] if processes.count == 1 else _stored(recipe))
+
+
+def use_graphs(recipe: Recipe, processes: Processes, *, pictures: bool) -> bool:
+    """Whether the parts of a step become CUDA graphs.
+
+    Raises:
+        ValueError: they were asked for, but several processes, another device or pictures do not allow it.
+    """
+    wanted, device = recipe.model.cuda_graphs, processes.device.type
+    possible = processes.count == 1 and device == "cuda" and not pictures
+    if wanted and not possible:
+        got = f"{processes.count} on {device}{' and pictures' if pictures else ''}"
+        raise ValueError(f"model.cuda_graphs: expected one process, a CUDA device and text alone, got {got}")
+    return possible and not recipe.model.compile if wanted is None else wanted
 
 
 def start_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
@@ -76,18 +125,41 @@ def start_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
     return muon(model, **common, momentum=recipe.momentum, router_on_muon=settings.router_on_muon)
 
 
+def is_partly_frozen(model: nn.Module) -> bool:
+    return any(not parameter.requires_grad for parameter in model.parameters())
+
+
 def _stored(recipe: Recipe) -> torch.dtype:
-    """Of the parameters and the optimiser."""
+    """Of what is trained, and of the optimiser."""
     return torch.promote_types(DTYPES[recipe.model.dtype], torch.float32)
 
 
-def _whole(recipe: Recipe, config: MoeLcTextConfig) -> MoeLcForCausalLM:
+def _begun_with(recipe: Recipe) -> torch.dtype:
+    """Of the model before an adapter is put on it."""
+    return _stored(recipe) if recipe.adapter is None else DTYPES[recipe.model.dtype]
+
+
+def _adapt(model: Model, recipe: Recipe) -> None:
+    """Puts the adapter of the recipe on `model`, in place: the same one, whenever this is called."""
+    settings = recipe.adapter
+    if settings is None:
+        return
+    from peft import LoraConfig
+
+    torch.manual_seed(recipe.seed)
+    targets = lora_targets(*settings.targets, config=model.config)
+    config = LoraConfig(r=settings.r, lora_alpha=settings.alpha, task_type="CAUSAL_LM", **targets)
+    add_lora(model, config)
+    config.base_model_name_or_path = recipe.model.base  # PEFT knows it of models that were loaded, not built
+
+
+def _whole(recipe: Recipe, config: Config) -> Model:
     """On the CPU of one process."""
     if recipe.model.start == "continue":
-        return MoeLcForCausalLM.from_pretrained(recipe.model.base, config=config, dtype=_stored(recipe))
+        return model_class(config).from_pretrained(recipe.model.base, config=config, dtype=_begun_with(recipe))
     torch.manual_seed(recipe.seed)
     with _default_dtype(_stored(recipe)):
-        model = MoeLcForCausalLM(config)
+        model = model_class(config)(config)
     initialise(model)
     return model
 

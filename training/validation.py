@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from .batches import Batches
+from .chat_shards import ChatShards
 from .evaluate import evaluating
+from .media_shards import MediaShards, open_shards
 from .mixture import StageData
 from .processes import Processes
 from .recipe import Recipe
@@ -67,9 +69,13 @@ def validation_losses(
 
 
 def long_text(recipe: Recipe, stage: int) -> list[int] | None:
-    """Held-out tokens of the first folder of a stage, documents end to end, BY_POSITION times its length; None: too few."""
+    """Held-out tokens of the first folder of a stage that holds text alone, documents end to end, BY_POSITION times its
+    length; None: too few."""
     wanted = BY_POSITION * recipe.stages[stage].sequence_length
-    shards = TokenShards(next(iter(recipe.mixture(stage))), recipe.data.validation_split)
+    folders = (open_shards(folder, recipe.data.validation_split) for folder in recipe.mixture(stage))
+    shards = next((one for one in folders if not isinstance(one, (MediaShards, ChatShards))), None)
+    if shards is None:
+        return None
     documents = (shards.document(i).tolist() for i in range(len(shards)))
     tokens = list(itertools.islice(itertools.chain.from_iterable(documents), wanted))
     return tokens if len(tokens) == wanted else None

@@ -339,7 +339,7 @@ def test_a_saved_model_is_what_save_pretrained_writes(tmp_path, tied):
 
 def test_a_folder_of_something_else_is_not_replaced(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(ValueError, match="folder: expected a new one or a saved model"):
+    with pytest.raises(ValueError, match="folder: expected a new one or one to replace, with config.json"):
         save_model(tiny()[0], tmp_path)
     assert (tmp_path / "thesis.tex").exists()
 

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from modeling_moe_lc.training import demo, pretrain
+from modeling_moe_lc.training import demo, step
 from modeling_moe_lc.training.checkpoint_files import CheckpointWriter, latest, step_folders
 from modeling_moe_lc.training.cli import main
 from modeling_moe_lc.training.corpus import is_held_out
@@ -70,12 +70,12 @@ def interrupt_in_step(monkeypatch, number):
     """A second Ctrl-C in the middle of the `number`-th step of the next run, between the optimiser and the routers."""
     calls = iter(range(1, number + 1))
 
-    def update(*args, real=pretrain.update_router_bias):
+    def update(*args, real=step.update_router_bias):
         if next(calls) == number:
             raise KeyboardInterrupt
         real(*args)
 
-    monkeypatch.setattr(pretrain, "update_router_bias", update)
+    monkeypatch.setattr(step, "update_router_bias", update)
 
 
 def test_demo_leaves_a_model_a_figure_and_a_report_of_its_own_numbers(whole):

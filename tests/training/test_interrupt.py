@@ -41,6 +41,7 @@ def test_sigterm_never_raises():
 def test_the_handlers_of_before_are_back_afterwards():
     got = []
     before = signal.signal(signal.SIGTERM, lambda *_: got.append("ours"))
+    of_ctrl_c = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     try:
         with pytest.raises(ZeroDivisionError), Interruptible():
             raise ZeroDivisionError
@@ -50,6 +51,7 @@ def test_the_handlers_of_before_are_back_afterwards():
             send(signal.SIGINT)
     finally:
         signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGINT, of_ctrl_c)
 
 
 # Runs the module by its path: the package around it takes seconds to import, and the module needs nothing of it.

@@ -125,7 +125,7 @@ def test_mean_decay_is_over_tokens_and_channels(model):
     seen = numbers(observe(model, {"input_ids": ids()}))
     handle.remove()
     g = found["g"].unflatten(-1, (-1, layer.head_dim))
-    expected = log_decay(g, *layer.decay(), layer.lower_bound).exp().mean().item()
+    expected = log_decay(g, *layer.decay(g), layer.lower_bound).exp().mean().item()
     assert seen["kda_decay"][0] == pytest.approx(expected, rel=1e-6)
 
 

@@ -130,3 +130,28 @@ def test_a_long_run_has_a_heat_map_of_bounded_size():
 )
 def test_tokens_are_counted_in_readable_units(tokens, unit):
     assert plot.unit_of(tokens)[1] == unit
+
+
+def test_runs_are_compared_in_groups(run, tmp_path, capsys, monkeypatch):
+    folders = []
+    for name in ("sign-0", "sign-1", "none-0"):
+        folders.append(tmp_path / name)
+        folders[-1].mkdir()
+        (folders[-1] / "log.jsonl").write_bytes((run / "log.jsonl").read_bytes())
+    drawn = []
+    monkeypatch.setattr(plt, "close", lambda figure: drawn.append(figure))
+    out = tmp_path / "compared.png"
+    assert main(["plot", *map(str, folders), "--out", str(out)]) == 0 and is_png(out)
+    loss, load, end = drawn[0].axes
+    assert [text.get_text() for text in loss.get_legend().get_texts()] == ["sign", "none"]
+    assert [line.get_color() for line in loss.lines] == ["C0", "C0", "C1"]
+    assert load.lines[0].get_ydata()[1] == pytest.approx((1.0 + 0.5) / 2)  # means over layers, then over steps
+    assert [label.get_text() for label in end.get_xticklabels()] == ["sign", "none"]
+    assert [line.get_ydata()[0] for line in end.lines] == [2.0] * 3
+
+
+def test_a_comparison_needs_a_file_and_different_names(run, tmp_path, capsys):
+    assert main(["plot", str(run), str(run)]) == 2
+    assert "out: expected a file" in capsys.readouterr().err
+    assert main(["plot", str(run), str(run), "--out", str(tmp_path / "x.png")]) == 2
+    assert "runs: expected folders of different names" in capsys.readouterr().err
