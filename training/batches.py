@@ -5,16 +5,21 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..segments import Segments
 from .context_shard import ContextShard, shard_sequence
-from .mixture import StageData
 from .packing import IGNORED, Pack, collate, learned_labels
 from .processes import Processes
+
+
+class Slices(Protocol):
+    """What steps read their packs from, for example `StageData`."""
+
+    def slice(self, step: int, rank: int, world: int) -> list[Pack]: ...
 
 
 Collate = Callable[[Sequence[Pack]], dict[str, Any]]
@@ -51,7 +56,7 @@ class Batches:
         self.collate = model_inputs if collate is None else collate
         self.group, self.groups = mesh["data"].get_local_rank(), mesh["data"].size()
 
-    def steps(self, data: StageData, first: int, end: int) -> Iterator[Iterator[Batch]]:
+    def steps(self, data: Slices, first: int, end: int) -> Iterator[Iterator[Batch]]:
         """Those of the steps `first` ... `end` - 1; documents are read one step ahead, in the background."""
         with ThreadPoolExecutor(1) as reader:
             coming: Future | None = None
@@ -60,7 +65,7 @@ class Batches:
                 coming = reader.submit(self._read, data, step + 1) if step + 1 < end else None
                 yield self._batches(packs)
 
-    def _read(self, data: StageData, step: int) -> list[Pack]:
+    def _read(self, data: Slices, step: int) -> list[Pack]:
         return data.slice(step, self.group, self.groups)
 
     def _batches(self, packs: Sequence[Pack]) -> Iterator[Batch]:

@@ -113,20 +113,17 @@ class RandomText:
         return [Pack(ids, [0, self.length]) for ids in tokens.clamp(max=self.vocabulary - 1).tolist()]
 
 
-Mark = torch.cuda.Event
-
-
 class Gpu(Device):
     """The current one, with marks between kernels."""
 
     has_graphs = True
 
-    def mark(self) -> Mark:
+    def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def seconds(self, begin: Mark, end: Mark) -> float:
+    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
         """From one to another, when both have passed."""
         return begin.elapsed_time(end) / 1e3
 
@@ -234,7 +231,7 @@ def measure(name: str, case: Case, args, machine, ours: Processes, matmul: float
     precision = low_precision(recipe, model, ours)
     precision.refresh()
     data = RandomText(case.length, recipe.sequences_per_step(0), config.vocab_size)
-    marks: list[Mark] = []
+    marks: list[torch.cuda.Event] = []
 
     graphs = machine.has_graphs and ours.count == 1 and not (args.compile or args.eager)
     parts = Step(model, optimizer, ours, precision, clip_norm=1.0, graphs=graphs)

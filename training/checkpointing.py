@@ -5,6 +5,7 @@ its output and a number for each token and head.
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -29,7 +30,7 @@ def checkpoint_activations(model: PreTrainedModel, *, keep_attention: bool = Tru
 
     Nothing in a layer is random, so no state of a generator is looked at, which a CUDA graph could not.
     """
-    options = {"use_reentrant": False, "preserve_rng_state": False}
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if keep_attention:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     # The name that transformers is moving to, where it has it.

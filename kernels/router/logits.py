@@ -31,7 +31,8 @@ class _WideProduct(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_logits):
-        return gradients(d_logits, *ctx.saved_tensors, ctx.needs_input_grad)
+        x, weight = ctx.saved_tensors
+        return gradients(d_logits, x, weight, ctx.needs_input_grad)
 
 
 def gradients(d_logits, x, weight, wanted=(True, True), product=None):
