@@ -59,13 +59,20 @@ class LowPrecision:
                 setattr(module, name, wide)
 
     @torch.no_grad()
-    def collect(self) -> None:
-        """Moves the gradients of the copies onto those of the parameters, in the precision of these."""
+    def collect(self, *, replace: bool = False) -> None:
+        """Moves the gradients of the copies onto those of the parameters, in the precision of these: adds them, or, with
+        `replace`, puts them in place of what is there."""
+        moved: list[tuple[torch.Tensor, torch.Tensor]] = []
         for wide, narrow in zip(self.wide, self.narrow, strict=True):
             if narrow.grad is None:
-                continue
-            if wide.grad is None:
+                if replace and wide.grad is not None:
+                    wide.grad.zero_()
+            elif wide.grad is None:
                 wide.grad = narrow.grad.to(wide.dtype)
+            elif replace:
+                moved.append((wide.grad, narrow.grad))
             else:
                 wide.grad.add_(narrow.grad)
             narrow.grad = None
+        if moved:
+            torch._foreach_copy_(*map(list, zip(*moved, strict=True)))

@@ -36,6 +36,9 @@ class Step:
         self.model, self.optimizer, self.processes, self.precision = model, optimizer, processes, precision
         self.clip_norm, self.graphs = float("inf") if clip_norm is None else clip_norm, graphs
         self._replayed: dict[str, Callable[[dict[str, Any]], Any]] = {}
+        narrowed = set(precision.wide)
+        self.exact = [parameter for parameter in model.parameters() if parameter not in narrowed]
+        self.is_first = True  # of the micro-batches of a step
         self.forget()
 
     def forget(self) -> None:
@@ -56,11 +59,14 @@ class Step:
 
     def backward(self, inputs: dict[str, Any]) -> torch.Tensor:
         """Adds the gradients of a micro-batch; returns its loss."""
-        return self._replayed["backward"](inputs)
+        loss = self._replayed["backward"]({"is_first": self.is_first, **inputs})
+        self.is_first = False
+        return loss
 
     def update(self, rate: float) -> torch.Tensor:
         """Of all parameters, by their gradients, which are gone afterwards; returns the norm of these."""
         set_learning_rate(self.optimizer, rate)
+        self.is_first = True
         return self._replayed["update"]({"rate": torch.tensor(rate, device=self.processes.device)})
 
     def balance(self) -> None:
@@ -68,11 +74,14 @@ class Step:
         self._replayed["balance"]({})
 
     def _backward(self, inputs: dict[str, Any]) -> torch.Tensor:
+        inputs = dict(inputs)
+        # Where gradients stay in their place, those of the step before are still there.
+        replace = inputs.pop("is_first") and self.graphs
         with self.precision.computing():
             loss = self.model(**inputs).loss
             # The losses of the processes are parts of a sum, and FSDP2 takes the mean of their gradients.
             (loss * self.processes.count).backward()
-        self.precision.collect()
+        self.precision.collect(replace=replace)
         return loss.detach()
 
     def _update(self, inputs: dict[str, Any]) -> torch.Tensor:
@@ -80,7 +89,10 @@ class Step:
         replayable = self.graphs and isinstance(self.optimizer, Muon)
         with rate_on_device(self.optimizer, inputs["rate"]) if replayable else contextlib.nullcontext():
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=not self.graphs)
+        if self.graphs:
+            torch._foreach_zero_([parameter.grad for parameter in self.exact if parameter.grad is not None])
+        else:
+            self.optimizer.zero_grad()
         self.precision.refresh()
         return norm
 

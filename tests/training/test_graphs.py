@@ -66,6 +66,7 @@ def test_replayed_gradients_are_the_gradients(checkpointing):
         for batch in batches(ours, len(PACKS)):
             losses, gradients, counted = [], [], []
             for _ in range(3):  # as it is, captured, replayed
+                step.is_first = True
                 step.balance()
                 for router in routers(model):
                     router.e_score_correction_bias.zero_()

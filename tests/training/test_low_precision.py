@@ -53,6 +53,22 @@ def test_gradients_are_those_of_fsdp(checkpointing):
                 assert one.grad.dtype == torch.float32 and torch.equal(one.grad, whole(other.grad)), name
 
 
+def test_gradients_are_replaced_or_added():
+    model = tiny()
+    precision = LowPrecision(model, torch.bfloat16)
+    precision.refresh()
+    found = []
+    ids = batches(model.config.vocab_size)[0]
+    for replace in (False, False, True):
+        with precision.computing():
+            model(input_ids=ids, labels=ids).loss.backward()
+        precision.collect(replace=replace)
+        found.append([wide.grad.clone() for wide in precision.wide if wide.grad is not None])
+    assert all(torch.equal(2 * one, two) and torch.equal(one, three) for one, two, three in zip(*found, strict=True))
+    precision.collect(replace=True)
+    assert not any(wide.grad.any() for wide in precision.wide if wide.grad is not None)
+
+
 def test_parameters_stay_wide_outside_and_are_narrow_inside():
     model = tiny(tie_word_embeddings=True)
     before = dict(model.named_parameters(remove_duplicate=False))
