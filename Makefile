@@ -15,10 +15,11 @@ VENV := .venv/.installed
 endif
 
 .NOTPARALLEL:
-.PHONY: help demo demo-vision test test-peers gpu check lint wheel clean
+.PHONY: help demo demo-lora demo-vision test test-peers gpu check lint wheel clean
 
 help:
 	@echo "make demo    train, save and run a small model on the CPU"
+	@echo "make demo-lora      adapt the model of make demo, which runs first if it has not, to a new task"
 	@echo "make demo-vision    the same of one that reads pictures"
 	@echo "make test    all tests that need no GPU"
 	@echo "make gpu     the tests that need one"
@@ -36,6 +37,12 @@ help:
 
 demo: $(VENV)
 	$(MOE_LC) demo
+
+runs/demo/report.md: | $(VENV)
+	$(MOE_LC) demo
+
+demo-lora: $(VENV) runs/demo/report.md
+	$(MOE_LC) demo-lora
 
 demo-vision: $(VENV)
 	$(MOE_LC) demo-vision

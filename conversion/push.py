@@ -1,4 +1,4 @@
-"""`moe-lc push`: a checkpoint, the model's code and a model card to the Hub, in one call, privately, resumably.
+"""`moe-lc push`: a checkpoint, the model's code and a model card to the Hub, in one call, privately, resumably; or an adapter.
 
 Large files go first, by their content: what is there already is not sent again, so that the same command goes on after
 a crash. Then one commit names all of them, so that nobody ever loads half a model; a second one adds the card, whose
@@ -10,7 +10,8 @@ import argparse
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +22,11 @@ from huggingface_hub.errors import HFValidationError, RevisionNotFoundError
 from huggingface_hub.utils import validate_repo_id
 from tqdm import tqdm
 
+from .adapter_card import CONFIG, WEIGHTS, adapter_card, is_adapter
 from .card import CARD, MARK, UNKNOWN, About, about_from, add_card_arguments, checkpoint_card
 from .compat import HUB_ERRORS
 from .export_remote_code import export_remote_code
+from .merge import CARRIED
 
 
 AT_ONCE = 4  # large files that are uploaded in parallel, and lost if the process dies
@@ -52,7 +55,8 @@ def push(
     was not. Weights that the repository has and the checkpoint has not are removed from its main branch.
 
     Args:
-        checkpoint: folder written by `save_pretrained`; nothing in it is changed. Beside it, a folder of links is made.
+        checkpoint: folder written by `save_pretrained`; nothing in it is changed. Beside it, a folder of links is made. One
+            with an adapter goes without code: the base has it.
         repo: "name" or "owner/name".
         private: of a repository that is made now. One that everyone can read is refused unless this is False.
         about: for the card.
@@ -65,11 +69,13 @@ def push(
     """
     checkpoint = Path(checkpoint).resolve()
     _check_name(repo)
+    adapter = is_adapter(checkpoint)
+    make_card, staged = (adapter_card, _adapter_files) if adapter else (checkpoint_card, _with_code)
     if own_card := (checkpoint / CARD).is_file():
         _check_own_card(checkpoint / CARD)
     else:
-        checkpoint_card(checkpoint, about)
-    with _with_code(checkpoint) as folder:
+        make_card(checkpoint, about)
+    with staged(checkpoint) as folder:
         api = HfApi()
         url = api.create_repo(repo, private=private, exist_ok=True)
         is_private = bool(api.model_info(url.repo_id).private)
@@ -77,7 +83,9 @@ def push(
             raise ValueError(f"repo: expected a private one, or --public, got {url.repo_id}, which everyone can read")
         revision, card = _push_files(api, url.repo_id, folder, message), "the README.md of the checkpoint"
         if not own_card:
-            revision, card = _push_card(api, url.repo_id, checkpoint, about, revision)
+            revision, card = _push_card(
+                api, url.repo_id, lambda **where: make_card(checkpoint, about, **where), revision
+            )
     return Pushed(repo=url.repo_id, url=str(url), revision=revision, private=is_private, card=card)
 
 
@@ -103,6 +111,16 @@ def _with_code(checkpoint: Path) -> Iterator[Path]:
         yield export_remote_code(checkpoint, folder, overwrite=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _adapter_files(checkpoint: Path) -> Iterator[Path]:
+    """Links to the files that belong to an adapter."""
+    with tempfile.TemporaryDirectory(prefix="moe-lc-push-") as folder:
+        for pattern in (CONFIG, WEIGHTS, CARD, *CARRIED):
+            for file in checkpoint.glob(pattern):
+                (Path(folder) / file.name).symlink_to(file)
+        yield Path(folder)
 
 
 def _push_files(api: HfApi, repo: str, folder: Path, message: str) -> str:
@@ -133,7 +151,7 @@ def _weights(info) -> list[str]:
     return [name for name in names if name.endswith((".safetensors", ".safetensors.index.json")) and "/" not in name]
 
 
-def _push_card(api: HfApi, repo: str, checkpoint: Path, about: About, revision: str) -> tuple[str, str]:
+def _push_card(api: HfApi, repo: str, make_card: Callable[..., str], revision: str) -> tuple[str, str]:
     """Adds the card, unless there is one that still holds or that somebody wrote; returns the commit that its examples
     name, and which card it is."""
     files = _blobs(api, repo, revision)
@@ -142,10 +160,10 @@ def _push_card(api: HfApi, repo: str, checkpoint: Path, about: About, revision: 
         if MARK not in there:
             return revision, "the one on the Hub, which moe-lc did not make"
         pinned = PINNED.search(there)
-        same_card = pinned and there == checkpoint_card(checkpoint, about, repo=repo, revision=pinned[1])
+        same_card = pinned and there == make_card(repo=repo, revision=pinned[1])
         if same_card and {**_blobs(api, repo, pinned[1]), CARD: files[CARD]} == files:
             return pinned[1], "made from data, as it was"
-    card = checkpoint_card(checkpoint, about, repo=repo, revision=revision)
+    card = make_card(repo=repo, revision=revision)
     addition = CommitOperationAdd(CARD, card.encode())
     api.create_commit(repo, [addition], commit_message=f"Model card of {revision[:7]}")
     return revision, "made from data"
@@ -161,7 +179,7 @@ def _blobs(api: HfApi, repo: str, revision: str) -> dict[str, str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", type=Path, help="folder written by save_pretrained")
+    parser.add_argument("checkpoint", type=Path, help="folder written by save_pretrained: a model or an adapter")
     parser.add_argument("repo", help="name on the Hub: NAME or OWNER/NAME")
     parser.add_argument("--public", action="store_true", help="let everyone read it (default: private)")
     parser.add_argument("--message", default=MESSAGE, help="of the commit (default: %(default)s)")
@@ -179,5 +197,8 @@ def run(args: argparse.Namespace) -> int:
         print("What was uploaded is kept: the same command sends only the rest.", file=sys.stderr)
         return 1
     print(f"{pushed.url} ({'private' if pushed.private else 'public'}), card: {pushed.card}")
-    print(f'from_pretrained("{pushed.repo}", revision="{pushed.revision}", trust_remote_code=True)')
+    if is_adapter(args.checkpoint):
+        print(f'load_lora(model, "{pushed.repo}", revision="{pushed.revision}")')
+    else:
+        print(f'from_pretrained("{pushed.repo}", revision="{pushed.revision}", trust_remote_code=True)')
     return 0

@@ -36,6 +36,7 @@ MODULES = {
     "mla": MLA,
     "latent": ("routed_expert_down_proj", "routed_expert_up_proj"),
     "shared_experts": ("shared_experts.gate_up_proj", "shared_experts.down_proj"),
+    "head": ("lm_head",),
     "vision": ("wqkv", "wo", "fc0", "fc1"),
     "projector": ("mm_projector.proj.0", "mm_projector.proj.2"),
 }
@@ -61,8 +62,8 @@ def lora_targets(*groups: str, config=None) -> dict[str, Any]:
     """`target_modules` and `target_parameters` of a `LoraConfig` for parts of the model.
 
     Args:
-        groups: of "attention" (all of "kda" and "mla"), "kda", "mla", "latent", "shared_experts", "experts" (routed),
-            "router", "vision", "projector".
+        groups: of "attention" (all of "kda" and "mla"), "kda", "mla", "latent", "shared_experts", "head", "experts"
+            (routed), "router", "vision", "projector".
         config: that of the model; only "kda" without "mla", or the reverse, needs it: they share names, not layers.
 
     Returns:
@@ -198,6 +199,13 @@ def check_lora(model: nn.Module, config: LoraConfig) -> None:
             raise ValueError(f"target_modules: expected names of linear layers, got {config.target_modules!r}")
     else:
         refuse_unmatched("target_modules", config.target_modules or (), modules, MODULES)
+        tied = (
+            getattr(model.config.get_text_config(), "tie_word_embeddings", False)
+            if hasattr(model, "config")
+            else False
+        )
+        if tied and set(config.target_modules or ()) & set(MODULES["head"]):
+            raise ValueError("target_modules: expected no head that is the embedding as well, got lm_head")
     parameters = config.target_parameters or ()
     refuse_unmatched("target_parameters", parameters, parameter_names(model), {})
     unsupported = [name for name in NOT_ON_PARAMETERS if getattr(config, name, None)]

@@ -17,6 +17,7 @@ import modeling_moe_lc
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "modeling_moe_lc"
 SIDE = ("configuration", "kernels", "conversion", "training")
+CARDS = "model_cards"  # holds no code, but the template that `moe-lc card` fills
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
@@ -24,7 +25,7 @@ def test_every_folder_with_code_is_listed():
     listed = set(PYPROJECT["tool"]["setuptools"]["packages"])
     folders = {path.parent.relative_to(ROOT) for folder in SIDE for path in (ROOT / folder).rglob("*.py")}
     found = {".".join((PACKAGE, *folder.parts)) for folder in folders} | {f"{PACKAGE}.{folder}" for folder in SIDE}
-    assert listed == found | {PACKAGE}
+    assert listed == found | {PACKAGE, f"{PACKAGE}.{CARDS}"}
 
 
 @pytest.mark.parametrize("folder", (*SIDE, "tests"))
@@ -61,7 +62,7 @@ def wheel(tmp_path_factory):
     source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for folder in (PACKAGE, *SIDE):
+    for folder in (PACKAGE, *SIDE, CARDS):
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
     out = tmp_path_factory.mktemp("dist")
     pip = [sys.executable, "-m", "pip", "wheel", "--no-index", "--no-deps", "--no-build-isolation", "-w", out, source]
@@ -74,7 +75,8 @@ def test_wheel_holds_the_whole_package(wheel):
     own = {path.relative_to(ROOT) for path in (ROOT / PACKAGE).rglob("*.py")} | {Path(PACKAGE, "py.typed")}
     side = {path.relative_to(ROOT) for folder in SIDE for path in (ROOT / folder).rglob("*.py")}
     presets = {path.relative_to(ROOT) for path in (ROOT / "configuration" / "presets").glob("*.json")}
-    expected = {path.as_posix() for path in own} | {Path(PACKAGE, path).as_posix() for path in side | presets}
+    side |= presets | {Path(CARDS, "TEMPLATE.md")}
+    expected = {path.as_posix() for path in own} | {Path(PACKAGE, path).as_posix() for path in side}
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
         assert any(name.endswith("/LICENSE") for name in archive.namelist())

@@ -118,7 +118,7 @@ class Checkpointer:
     def latest(self) -> str | None:
         """The newest complete checkpoint, the same on every process; None: there is none. Warns of those it skips."""
         self.wait()
-        return _on_first_rank(lambda: latest(self.folder), self.group)
+        return on_first_rank(lambda: latest(self.folder), self.group)
 
     def load(self, path: str | os.PathLike, model: nn.Module, optimizer: Optimizers | None = None) -> dict:
         """Reads a checkpoint into `model`, `optimizer` (None: not wanted) and the random generators.
@@ -165,7 +165,7 @@ class Checkpointer:
 
     def _verified(self, path: str) -> dict:
         """The marker of `path`, once the ranks have read all files, each its share, and found them as written."""
-        problem = _on_first_rank(lambda: damage(path), self.group)
+        problem = on_first_rank(lambda: damage(path), self.group)
         marker = read_marker(path)
         if problem is None:
             problem = corruption(path, dict(list(marker["files"].items())[self.rank :: self.ranks]))
@@ -194,13 +194,14 @@ def save_model(model: nn.Module, folder: str | os.PathLike, tokenizer: Any = Non
         if tokenizer is not None:
             tokenizer.save_pretrained(path)
 
-    _on_first_rank(lambda: _replace_folder(folder, write_to), group=None)
+    on_first_rank(lambda: replace_folder(folder, write_to, "config.json"), group=None)
 
 
-def _replace_folder(folder: str | os.PathLike, write_to: Callable[[Path], None]) -> None:
+def replace_folder(folder: str | os.PathLike, write_to: Callable[[Path], None], sign: str) -> None:
+    """Puts what `write_to` writes in the place of a path or URL, which is a new one or holds a file `sign`, else ValueError."""
     fs, target = open_folder(folder)
-    if fs.exists(target) and fs.ls(target) and not fs.exists(f"{target}/config.json"):
-        raise ValueError(f"folder: expected a new one or a saved model to replace, got {folder} without config.json")
+    if fs.exists(target) and fs.ls(target) and not fs.exists(f"{target}/{sign}"):
+        raise ValueError(f"folder: expected a new one or one to replace, with {sign}, got {folder} without it")
     local = address(folder) == target
     with tempfile.TemporaryDirectory(
         prefix=".", suffix=".partial", dir=_made(Path(target).parent) if local else None
@@ -246,7 +247,7 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _on_first_rank(function: Callable[[], Result], group: Any) -> Result:
+def on_first_rank(function: Callable[[], Result], group: Any) -> Result:
     """What `function` returns on rank 0, on every rank; its error ends all of them."""
     if not dist.is_initialized():
         return function()

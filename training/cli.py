@@ -14,17 +14,43 @@ COMMANDS = {
         f"{PACKAGE}.training.demo",
         "train a small model from scratch on this Python's standard library, on a CPU",
     ),
+    "demo-vision": (
+        f"{PACKAGE}.training.demo_vision",
+        "train a small multimodal model to read pictures of two digits, on a CPU",
+    ),
+    "demo-lora": (
+        f"{PACKAGE}.training.demo_lora",
+        "adapt the demo's model to a new task by a LoRA adapter, on a CPU",
+    ),
     "count": (f"{PACKAGE}.conversion.count", "count parameters, cache bytes and FLOPs of a preset"),
     "convert": (
         f"{PACKAGE}.conversion.convert",
         "convert a checkpoint of any size to another layout or dtype, resumably",
     ),
+    "export": (
+        f"{PACKAGE}.conversion.export",
+        "write a checkpoint as serving engines read it: as Kimi-K3 or as Kimi-Linear",
+    ),
+    "merge": (f"{PACKAGE}.conversion.merge", "add a LoRA adapter to its base, or rename it for serving engines"),
     "export-remote-code": (
         f"{PACKAGE}.conversion.export_remote_code",
         "write model files that load with trust_remote_code, without this package",
     ),
+    "card": (f"{PACKAGE}.conversion.card", "write the model card of a checkpoint or of a preset, from data"),
+    "push": (
+        f"{PACKAGE}.conversion.push",
+        "upload a checkpoint, its code and its card to the Hub, privately and resumably",
+    ),
     "prepare": (f"{PACKAGE}.training.prepare", "tokenise documents from files, URLs or datasets into shards"),
+    "prepare-images": (
+        f"{PACKAGE}.training.prepare_images",
+        "cut the pictures of image-text documents into patches, in shards",
+    ),
     "train": (f"{PACKAGE}.training.pretrain", "pretrain a model through stages of growing context, from a recipe"),
+    "finetune": (
+        f"{PACKAGE}.training.finetune",
+        "fine-tune a model on conversations, whole or by a LoRA adapter, from a recipe",
+    ),
     "plot": (f"{PACKAGE}.training.plot", "draw the log of a run, finished or not, as one PNG"),
     "bench": (f"{PACKAGE}.training.bench", "measure an operator on this GPU beside other implementations"),
 }

@@ -1,6 +1,6 @@
 """What a checkpoint holds: a flat dictionary of tensors and small objects, taken from a model and put back into one.
 
-    model.NAME              parameters and persistent buffers, sharded or whole
+    model.NAME              trainable parameters and persistent buffers, sharded or whole
     optimizer.NAME.STATE    the state of the parameter NAME
     param_groups            learning rates, ... and the names of each group's parameters
     random.RANK             random states of that process
@@ -103,7 +103,9 @@ def random_key(rank: int) -> str:
 
 
 def _of_model(model: nn.Module) -> dict[str, Any]:
-    return {f"model.{name}": tensor for name, tensor in get_model_state_dict(model).items()}
+    """Frozen parameters are what the run begins with, every time it does."""
+    frozen = {name for name, one in model.named_parameters(remove_duplicate=False) if not one.requires_grad}
+    return {f"model.{name}": tensor for name, tensor in get_model_state_dict(model).items() if name not in frozen}
 
 
 def _of_optimizers(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:

@@ -58,13 +58,14 @@ class Reading:
 
     suffixes: which files of a folder are read (a file given by name is read whatever it is called). Compression is
         known by a further suffix, as in `.jsonl.gz`.
-    text_field: the field of a JSON line, or the column of a table, that holds the text.
+    text_field: the field of a JSON line, or the column of a table, that holds the text; None: the text is the whole line
+        or row, as JSON.
     join_depth: None, or join the text files of a folder into one document; files in deeper folders count for their
         ancestor at this depth (0: the whole source is one document). Each file's text follows a line with its path.
     """
 
     suffixes: tuple[str, ...] = SUFFIXES
-    text_field: str = "text"
+    text_field: str | None = "text"
     join_depth: int | None = None
 
     def __post_init__(self):
@@ -192,7 +193,7 @@ def _read_joined(name: str, files: list[_File], start: int) -> Iterator[Record]:
     yield from itertools.islice([*left_out, *joined], start, None)
 
 
-def _read_lines(file: _File, field: str, start: int) -> Iterator[Record]:
+def _read_lines(file: _File, field: str | None, start: int) -> Iterator[Record]:
     with file.open() as stream, io.BufferedReader(stream) as lines:  # type: ignore[type-var]
         for number, line in enumerate(itertools.islice(lines, start, None), start + 1):
             name = f"{file.name}:{number}"
@@ -209,7 +210,7 @@ def _read_lines(file: _File, field: str, start: int) -> Iterator[Record]:
             yield _record(name, _text_of(row, field, name))
 
 
-def _read_table(file: _File, field: str, start: int) -> Iterator[Record]:
+def _read_table(file: _File, field: str | None, start: int) -> Iterator[Record]:
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -217,7 +218,7 @@ def _read_table(file: _File, field: str, start: int) -> Iterator[Record]:
         table = parquet.ParquetFile(stream)
         names = table.schema_arrow.names
         kind = table.schema_arrow.field(field).type if field in names else None
-        if kind not in (pa.string(), pa.large_string()):
+        if field is not None and kind not in (pa.string(), pa.large_string()):
             raise ValueError(f"{file.name}: expected a column {field!r} of strings, got {kind or names}")
         ends = list(
             itertools.accumulate(table.metadata.row_group(one).num_rows for one in range(table.num_row_groups))
@@ -226,14 +227,16 @@ def _read_table(file: _File, field: str, start: int) -> Iterator[Record]:
         if not groups:
             return
         first = ends[groups[0] - 1] if groups[0] else 0
-        batches = table.iter_batches(row_groups=groups, columns=[field])
-        # as bytes, since whether they are UTF-8 is only known by looking
-        rows = (row for batch in batches for row in batch.column(0).cast(pa.large_binary()).to_pylist())
+        batches = table.iter_batches(row_groups=groups, columns=None if field is None else [field])
+        if field is None:
+            rows = (json.dumps(row, ensure_ascii=False) for batch in batches for row in batch.to_pylist())
+        else:  # as bytes, since whether they are UTF-8 is only known by looking
+            rows = (row for batch in batches for row in batch.column(0).cast(pa.large_binary()).to_pylist())
         for number, row in enumerate(itertools.islice(rows, start - first, None), start + 1):
             yield _record(f"{file.name}:{number}", row)
 
 
-def _read_stream(source: str, field: str, start: int) -> Iterator[Record]:
+def _read_stream(source: str, field: str | None, start: int) -> Iterator[Record]:
     from datasets import load_dataset
 
     name, config, split = (source.removeprefix("hf:").split(":") + ["", ""])[:3]
@@ -243,7 +246,9 @@ def _read_stream(source: str, field: str, start: int) -> Iterator[Record]:
         yield _record(place, _text_of(row, field, place))
 
 
-def _text_of(row: Any, field: str, name: str) -> str | None:
+def _text_of(row: Any, field: str | None, name: str) -> str | None:
+    if field is None:
+        return json.dumps(row, ensure_ascii=False)
     if not isinstance(row, dict) or field not in row:
         raise ValueError(f"{name}: expected an object with the field {field!r}, got {_shape(row)}")
     if row[field] is not None and not isinstance(row[field], str):
