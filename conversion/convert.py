@@ -7,6 +7,7 @@ and ends with the same bytes.
 """
 
 import argparse
+import dataclasses
 import os
 import re
 import shutil
@@ -18,10 +19,19 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from .bound_gate import (
+    REPORT,
+    bounded_config,
+    fit_model,
+    read_calibration,
+    remove_fitted,
+    report_lines,
+    use_fitted,
+)
 from .checkpoint_reader import DTYPES, Checkpoint, Stored, read_json
 from .checkpoint_writer import JOURNAL, Journal, Output, ShardFile, partial_path, write_atomically
 from .convert_plan import FLOATS, Plan, Shard, Step, make_plan, source_files, tensor_lines
-from .layouts import LAYOUTS, change, describe, rewritten
+from .layouts import LAYOUTS, Description, change, describe, rewritten
 
 
 PIECE = 1 << 21  # bytes of the larger side of a conversion that a thread holds at once: small enough for caches
@@ -46,6 +56,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dry-run", action="store_true", help="print what would be written and stop")
     add("--resume", action="store_true", help="go on with an interrupted conversion")
     add("--verify", action="store_true", help="read everything back and compare it with SRC converted once more")
+    add(
+        "--bound-gate",
+        type=float,
+        metavar="BOUND",
+        help="approximate the softplus decay gate by one whose log decay stays above BOUND, for example -5",
+    )
+    add(
+        "--calibration", type=Path, metavar="TEXT", help="for --bound-gate: a text file, or a folder of moe-lc prepare"
+    )
+    add("--calibration-tokens", type=int, default=8192, help="so many of it (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -54,13 +74,43 @@ def run(args: argparse.Namespace) -> None:
     if args.destination.resolve() == args.source.resolve():
         raise ValueError(f"destination: expected another folder than the source, got {args.destination}")
     with Checkpoint(args.source) as checkpoint:
-        plan = plan_conversion(checkpoint, args.layout, args.dtype, args.text_only, parse_size(args.shard_size))
+        plan = make_bounded(checkpoint, args) if args.bound_gate is not None else _plan(checkpoint, args)
         if args.dry_run:
             _print(plan, args.destination)
             return
         convert(checkpoint, plan, args.destination, resume=args.resume, workers=args.workers)
         if args.verify:
             verify(checkpoint, plan, args.destination, workers=args.workers)
+    if args.bound_gate is not None:
+        remove_fitted(args.destination)
+
+
+def _plan(checkpoint: Checkpoint, args: argparse.Namespace, source: Description | None = None) -> Plan:
+    options = args.layout, args.dtype, args.text_only, parse_size(args.shard_size), source
+    return plan_conversion(checkpoint, *options)
+
+
+def make_bounded(checkpoint: Checkpoint, args: argparse.Namespace) -> Plan:
+    """The plan for `checkpoint` with a bounded gate, which is fitted now; of a dry run without the gate and its report."""
+    raw = read_json(checkpoint.folder / "config.json")
+    source = describe(bounded_config(raw, args.bound_gate, args.calibration_tokens))
+    if args.layout is None and source.layout == "kimi-linear":
+        args.layout = "own"  # the released one has no bound
+    plan = _plan(checkpoint, args, source)
+    calibration = read_calibration(
+        args.calibration, checkpoint.folder, args.calibration_tokens, source.config.vocab_size
+    )
+    if args.dry_run:
+        print(f"beside it: {REPORT}, the report of the fit on {calibration.ids.numel():,} tokens")
+        return plan
+    if not args.resume:
+        _is_complete(plan, args.destination, resume=False)
+        _check_disk(args.destination, sum(plan.sizes().values()))
+    report = fit_model(checkpoint.folder, args.bound_gate, calibration, args.destination, resume=args.resume)
+    print("\n".join(report_lines(report)))
+    use_fitted(checkpoint, source.prefix, args.destination)
+    plan = _plan(checkpoint, args, source)
+    return dataclasses.replace(plan, small_files={REPORT: report, **plan.small_files})
 
 
 def plan_conversion(
@@ -69,9 +119,13 @@ def plan_conversion(
     dtype: str | None = None,
     text_only: bool = False,
     shard_size: int = 5 * 10**9,
+    source: Description | None = None,
 ) -> Plan:
-    """Plans what `moe-lc convert` with these options would write. Raises `ValueError` for a checkpoint that is not whole."""
-    source = describe(read_json(checkpoint.folder / "config.json"))
+    """Plans what `moe-lc convert` with these options would write. Raises `ValueError` for a checkpoint that is not whole.
+
+    `source`: what the checkpoint is taken for, by default what its `config.json` says.
+    """
+    source = source or describe(read_json(checkpoint.folder / "config.json"))
     target = change(source, layout or source.layout, dtype, text_only)
     return make_plan(checkpoint, source, target, dtype, shard_size)
 

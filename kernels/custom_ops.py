@@ -183,7 +183,9 @@ _GATED_NORM = "Tensor o, Tensor gate, Tensor weight, float eps"
 _NORM = "Tensor x, Tensor weight, float eps"
 _CAPS = "float? beta, float? linear_beta"
 _MIX = "Tensor[] sources, Tensor query, Tensor norm_weight"
-_EXPERTS = f"Tensor x, Tensor indices, Tensor weights, Tensor gate_up_proj, Tensor down_proj, {_CAPS}"
+_ROUTED = "Tensor x, Tensor indices, Tensor weights"
+_EXPERTS = f"{_ROUTED}, Tensor gate_up_proj, Tensor down_proj, {_CAPS}"
+_PACKED = "Tensor gate_up_packed, Tensor gate_up_scales, Tensor down_packed, Tensor down_scales"
 
 OPERATORS = {
     "kda": Operator(f"({_SEQUENCES}) -> (Tensor, Tensor)", kda, kda_fake, kda_save, kda_gradients),
@@ -279,6 +281,18 @@ OPERATORS = {
         moe.expert_mlp_backward,
         moe.expert_mlp_backward_fake,
     ),
+    "expert_mlp_mxfp4": Operator(
+        f"({_ROUTED}, {_PACKED}, {_CAPS}, bool gradients) -> Tensor",
+        moe.expert_mlp_mxfp4,
+        moe.expert_mlp_mxfp4_fake,
+        moe.expert_mlp_mxfp4_save,
+        moe.expert_mlp_mxfp4_gradients,
+    ),
+    "expert_mlp_mxfp4_backward": Operator(
+        f"({_ROUTED}, {_PACKED}, {_CAPS}, Tensor dy) -> (Tensor, Tensor)",
+        moe.expert_mlp_mxfp4_backward,
+        moe.expert_mlp_mxfp4_backward_fake,
+    ),
     "mla_decode": Operator(
         "(Tensor q_latent, Tensor q_rope, Tensor latent, Tensor k_rope, float scale, Tensor? mask) -> Tensor",
         moe.mla_decode,
@@ -307,6 +321,7 @@ def register_operators() -> None:
         attn_res_norm=moe.attn_res_norm_traced,
         route=moe.route_traced,
         expert_mlp=moe.expert_mlp_traced,
+        expert_mlp_mxfp4=moe.expert_mlp_mxfp4_traced,
         mla_decode=moe.mla_decode_traced,
     )
 

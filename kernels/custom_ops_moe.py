@@ -284,6 +284,58 @@ def expert_mlp_traced(x, indices, weights, gate_up_proj, down_proj, *, beta, lin
     return ops.expert_mlp(*tensors, beta, linear_beta, gradients)
 
 
+def expert_mlp_mxfp4(
+    x, indices, weights, gate_up_packed, gate_up_scales, down_packed, down_scales, *caps_and_gradients
+):
+    """As `expert_mlp`; the projections are frozen."""
+    from .experts.fused import _forward
+    from .mxfp4.fused_experts import PackedCall, expert_mlp_mxfp4_fused
+
+    *caps, gradients = caps_and_gradients
+    tensors = x, indices, weights, gate_up_packed, gate_up_scales, down_packed, down_scales
+    if not gradients:
+        with torch.no_grad():
+            return expert_mlp_mxfp4_fused(*tensors, *caps)
+    with on_device_of(x):
+        call = PackedCall(*tensors, *caps)
+        return _forward(call, call.plan(keep_bytes=0))[0]
+
+
+def expert_mlp_mxfp4_fake(x, *others):
+    return like(x)[0]
+
+
+def expert_mlp_mxfp4_save(ctx, inputs, output):
+    *tensors, beta, linear_beta, _ = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.caps = beta, linear_beta
+
+
+def expert_mlp_mxfp4_gradients(ctx, dy):
+    dx, d_weights = ops.expert_mlp_mxfp4_backward(*ctx.saved_tensors, *ctx.caps, dy)
+    return dx, None, d_weights, *(None,) * 7
+
+
+def expert_mlp_mxfp4_backward(x, indices, weights, *packed_caps_and_dy):
+    from .experts.fused import _backward
+    from .mxfp4.fused_experts import PackedCall
+
+    *packed_and_caps, dy = packed_caps_and_dy
+    with on_device_of(x):
+        call = PackedCall(x, indices, weights, *packed_and_caps)
+        dx, d_weights, _, _ = _backward(call, None, [], dy.contiguous(), (True, True, False, False))
+    return dx.to(x.dtype), d_weights.to(weights.dtype)
+
+
+def expert_mlp_mxfp4_backward_fake(x, indices, weights, *others):
+    return tuple(like(x, weights))
+
+
+def expert_mlp_mxfp4_traced(x, indices, weights, *packed_and_caps):
+    gradients = torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad)
+    return ops.expert_mlp_mxfp4(x, indices, weights, *packed_and_caps, gradients)
+
+
 def mla_decode(q_latent, q_rope, latent, k_rope, scale, mask):
     from .mla.fused import mla_decode_fused
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from ..checks import check_floating, check_shape
-from ..dispatch import choose, compute_dtype, without_autocast
+from ..dispatch import choose, compute_dtype, traceable, without_autocast
 from ..experts.reference import tile_height
 from ..situ_glu.api import check_caps
 from ..situ_glu.reference import situ_glu_reference
@@ -85,7 +85,7 @@ def _fused(x, indices, gate_up_packed, impl):
     refused = supports(x, indices, gate_up_packed)
     if refused and impl == "triton":
         raise ValueError(f"impl: 'triton' was asked for, but {refused}")
-    return _one_expert_at_a_time if refused else expert_mlp_mxfp4_fused
+    return _one_expert_at_a_time if refused else traceable("expert_mlp_mxfp4", expert_mlp_mxfp4_fused)
 
 
 @without_autocast

@@ -53,7 +53,7 @@ def supports(x: torch.Tensor, indices: torch.Tensor, gate_up_packed: torch.Tenso
     return refused and refused.replace("gate_up_proj", "gate_up_packed")
 
 
-# Under torch.compile a break of the graph: there is no operator of torch for it, and a descriptor cannot be traced.
+# A break of the graph where no operator of torch stands for it (`custom_ops.py`): a descriptor cannot be traced.
 @torch.compiler.disable
 def expert_mlp_mxfp4_fused(
     x, indices, weights, gate_up_packed, gate_up_scales, down_packed, down_scales, beta, linear_beta

@@ -14,6 +14,7 @@ from modeling_moe_lc.kernels.experts import expert_mlp
 from modeling_moe_lc.kernels.gated_norm import gated_rms_norm
 from modeling_moe_lc.kernels.kda import kda, kda_step
 from modeling_moe_lc.kernels.mla import mla_decode
+from modeling_moe_lc.kernels.mxfp4 import expert_mlp_mxfp4, quantize_mxfp4
 from modeling_moe_lc.kernels.rms_norm import rms_norm
 from modeling_moe_lc.kernels.router import route
 from modeling_moe_lc.kernels.short_conv import short_conv, short_convs
@@ -79,6 +80,16 @@ def routed(dtype=torch.float32):
     return leaf(4, 16), indices, leaf(4, 2), gate_up_proj, leaf(3, 16, 8)
 
 
+def routed_packed():
+    """As `routed`, 32 channels wide, with the codes and the scales of both projections."""
+    _, indices, weights, _, _ = routed()
+    packed = []
+    for rows in (64, 32):
+        codes, scales = quantize_mxfp4(torch.randn(3, rows, 32))
+        packed += [codes, scales.mT.contiguous()]
+    return leaf(4, 32), indices, weights, *packed
+
+
 def queries_and_cache():
     return torch.randn(2, 2, 1, 16), torch.randn(2, 2, 1, 4), torch.randn(2, 5, 16), torch.randn(2, 5, 4)
 
@@ -113,6 +124,9 @@ OPERATORS = {
     "expert_mlp": lambda: (*routed(), 4.0, 25.0, True),
     "expert_mlp, without gradients": lambda: detached([*routed(), None, None, False]),
     "expert_mlp_backward": lambda: detached([*routed(), 4.0, 25.0, leaf(4, 16)]),
+    "expert_mlp_mxfp4": lambda: (*routed_packed(), 4.0, 25.0, True),
+    "expert_mlp_mxfp4, without gradients": lambda: detached([*routed_packed(), None, None, False]),
+    "expert_mlp_mxfp4_backward": lambda: detached([*routed_packed(), 4.0, 25.0, leaf(4, 32)]),
     "mla_decode": lambda: (*queries_and_cache(), 0.25, None),
 }
 
@@ -177,6 +191,10 @@ def call_expert_mlp(*tensors):
     return expert_mlp(*tensors, beta=4.0, linear_beta=25.0, impl="triton")
 
 
+def call_expert_mlp_mxfp4(*tensors):
+    return expert_mlp_mxfp4(*tensors, beta=4.0, linear_beta=25.0, impl="triton")
+
+
 PUBLIC = {
     "kda": (call_kda, lambda: (*tokens(3, rows=2), states(2))),
     "kda of documents": (call_kda, lambda: (*tokens(3), states(2), documents(0, 2, 3))),
@@ -206,6 +224,11 @@ PUBLIC = {
     ),
     "route": (call_route, logits_and_bias),
     "expert_mlp, mixed": (call_expert_mlp, lambda: routed(torch.bfloat16)),
+    "expert_mlp_mxfp4": (call_expert_mlp_mxfp4, routed_packed),
+    "expert_mlp_mxfp4 of frozen inputs": (
+        lambda x, *others: call_expert_mlp_mxfp4(x.detach(), *others),
+        lambda: (leaf(4, 32).detach(), *routed_packed()[1:]),
+    ),
 }
 
 
@@ -253,12 +276,13 @@ def test_compiled_route_adds_to_a_histogram():
 
 @torch.no_grad()
 @pytest.mark.parametrize("rows", [4, 70])
-def test_compiled_experts_without_gradients_take_the_path_of_eager_ones(rows):
-    x, *others = routed()
+@pytest.mark.parametrize("call, make", [(call_expert_mlp, routed), (call_expert_mlp_mxfp4, routed_packed)])
+def test_compiled_experts_without_gradients_take_the_path_of_eager_ones(call, make, rows):
+    x, *others = make()
     inputs = x.repeat(18, 1)[:rows], *(tensor.repeat(18, 1)[:rows] for tensor in others[:2]), *others[2:]
-    compiled = Recorded(call_expert_mlp)
-    assert torch.equal(compiled(*inputs), call_expert_mlp(*inputs))
-    assert compiled.operators == ["moe_lc.expert_mlp"]
+    compiled = Recorded(call)
+    assert torch.equal(compiled(*inputs), call(*inputs))
+    assert compiled.operators == [f"moe_lc.{call.__name__.removeprefix('call_')}"]
 
 
 @pytest.mark.parametrize("mask", [None, torch.arange(5).expand(2, 1, 2, 5) < 4])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import CompileConfig, StaticCache
 
+from modeling_moe_lc.quantizer_mxfp4 import pack_experts
 from modeling_moe_lc.segments import Segments
 
 
@@ -92,3 +93,23 @@ def test_model_generates(model, ids):
     expected = model.generate(ids(1, 4), **kwargs)
     assert torch.equal(model.generate(ids(1, 4), compile_config=config, **kwargs), expected)
     assert len(graphs) == 1
+
+
+@torch.no_grad()
+def test_packed_experts_are_a_node_of_the_graph(tiny, ids):
+    torch.compiler.reset()
+    layers = {"num_heads": 1, "head_dim": 16, "kda_layers": [1], "full_attn_layers": [2]}
+    widths = {"routed_expert_hidden_size": 32, "moe_intermediate_size": 32}
+    model = pack_experts(tiny(num_hidden_layers=2, linear_attn_config=layers, num_experts=4, **widths))
+    model.set_attn_implementation("moe_lc_triton")
+    nodes = []
+
+    def backend(graph, inputs):
+        nodes.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    tokens = ids(1, 3)
+    torch.testing.assert_close(
+        compiled(model, backend)(tokens, use_cache=False).logits, model(tokens, use_cache=False).logits
+    )
+    assert nodes.count("moe_lc.expert_mlp_mxfp4") == 1
