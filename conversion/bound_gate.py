@@ -27,10 +27,10 @@ from ..modeling_moe_lc import MoeLcForCausalLM
 from .checkpoint_reader import Checkpoint, read_header, read_json
 from .checkpoint_writer import write_atomically
 from .gate_fit import Gate, fit_gate, softplus_gate, tail_match
+from .layouts import GATE_LABEL
 
 
 REPORT = "bound_gate.json"
-LABEL = "gate_approximation"
 ROW, FEWEST = 2048, 64  # tokens of a row of calibration text, and of all of it
 LOSS_TOKENS = 256  # whose logits exist at once
 
@@ -60,7 +60,7 @@ def bounded_config(raw: dict[str, Any], lower_bound: float, tokens: int) -> dict
             f"bound_gate: expected a softplus gate (gate_lower_bound null), got {linear['gate_lower_bound']}"
         )
     label = {"of": "a softplus gate", "gate_lower_bound": lower_bound, "calibration_tokens": tokens}
-    changed = {**text, "linear_attn_config": {**linear, "gate_lower_bound": lower_bound}, LABEL: label}
+    changed = {**text, "linear_attn_config": {**linear, "gate_lower_bound": lower_bound}, GATE_LABEL: label}
     return {**raw, "text_config": changed} if "text_config" in raw else changed
 
 

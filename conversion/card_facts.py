@@ -3,8 +3,8 @@
 from collections import Counter
 
 from ..configuration.configuration_moe_lc import MoeLcConfig, MoeLcTextConfig
-from .bound_gate import LABEL
 from .count import Count
+from .layouts import GATE_LABEL
 
 
 Rows = list[tuple[str, str]]
@@ -45,7 +45,7 @@ def _decay(text: MoeLcTextConfig) -> str:
     bound = text.linear_attn_config["gate_lower_bound"]
     if bound is None:
         return "softplus, not bounded"
-    fitted = ", fitted to a softplus gate: an approximation" if hasattr(text, LABEL) else ""
+    fitted = ", fitted to a softplus gate: an approximation" if hasattr(text, GATE_LABEL) else ""
     return f"bounded, log decay above {bound:g}{fitted}"
 
 

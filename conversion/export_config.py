@@ -8,7 +8,7 @@ import copy
 from typing import Any
 
 from ..configuration.configuration_moe_lc import MoeLcConfig, MoeLcTextConfig, MoeLcVisionConfig
-from .layouts import OWN_FIELDS, QUANTIZATION, Description, describe
+from .layouts import GATE_LABEL, OWN_FIELDS, QUANTIZATION, Description, describe
 
 
 TARGETS = ("kimi-k3", "kimi-linear")
@@ -151,6 +151,8 @@ def _k3(source: Description) -> dict[str, Any]:
     }
     if config.expert_quantization is not None:
         text[QUANTIZATION] = copy.deepcopy(config.expert_quantization)
+    if hasattr(config, GATE_LABEL):
+        text[GATE_LABEL] = getattr(config, GATE_LABEL)
     outer = {
         **_fields(config, _OUTER_OF_K3),
         "architectures": ["KimiK3ForConditionalGeneration"],

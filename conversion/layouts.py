@@ -33,6 +33,7 @@ TEXT_PREFIX = "language_model."
 MODEL_TYPES = {"kimi_k3": "kimi-k3", "kimi_linear": "kimi-linear", "moe_lc_text": "own", "moe_lc": "own"}
 MAX_LAYERS = 10_000
 QUANTIZATION = "quantization_config"
+GATE_LABEL = "gate_approximation"  # says that a bounded gate was fitted to a softplus gate
 OWN_FIELDS = (
     "auto_map",
     "checkpoint_layout",

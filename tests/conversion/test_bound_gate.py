@@ -12,9 +12,11 @@ from transformers import PreTrainedTokenizerFast
 
 from modeling_moe_lc import MoeLcForCausalLM
 from modeling_moe_lc.conversion import bound_gate
-from modeling_moe_lc.conversion.bound_gate import LABEL, REPORT, gates_folder
+from modeling_moe_lc.conversion.bound_gate import REPORT, gates_folder
 from modeling_moe_lc.conversion.card import checkpoint_card
+from modeling_moe_lc.conversion.export_config import exported
 from modeling_moe_lc.conversion.gate_fit import fit_gate, softplus_gate, tail_match
+from modeling_moe_lc.conversion.layouts import GATE_LABEL, describe
 from modeling_moe_lc.training.cli import main
 from modeling_moe_lc.training.shards import write_manifest, write_shard
 
@@ -104,7 +106,7 @@ def test_only_gates_and_their_labels_change(converted):
         assert torch.equal(after[name], tensor) != name.endswith(("A_log", "dt_bias")), name
     config = json.loads((converted / "config.json").read_text())
     assert config["linear_attn_config"]["gate_lower_bound"] == -5.0
-    assert config[LABEL] == {"of": "a softplus gate", "gate_lower_bound": -5.0, "calibration_tokens": TOKENS}
+    assert config[GATE_LABEL] == {"of": "a softplus gate", "gate_lower_bound": -5.0, "calibration_tokens": TOKENS}
     assert not gates_folder(converted).exists()
 
 
@@ -150,7 +152,9 @@ def test_a_checkpoint_inside_the_bound_keeps_its_outputs(prepared, tmp_path):
 def test_it_is_said_to_be_an_approximation_wherever_one_reads(converted, prepared, tmp_path, capsys):
     assert "fitted to a softplus gate: an approximation" in checkpoint_card(converted)
     MoeLcForCausalLM.from_pretrained(converted).save_pretrained(tmp_path / "saved")
-    assert LABEL in json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert GATE_LABEL in json.loads((tmp_path / "saved" / "config.json").read_text())
+    text = exported(describe(json.loads((converted / "config.json").read_text())), "kimi-k3").raw["text_config"]
+    assert text[GATE_LABEL]["of"] == "a softplus gate"
     assert run(SOFTPLUS, tmp_path / "out", prepared) == 0
     printed = capsys.readouterr().out
     assert "approximation of a softplus gate by one bounded at -5" in printed and "output error" in printed
@@ -160,7 +164,7 @@ def test_the_nested_layout_of_k3(converted, prepared, tmp_path):
     assert main(["convert", str(SOFTPLUS), str(tmp_path / "k3"), "--layout", "kimi-k3"]) == 0
     assert run(tmp_path / "k3", tmp_path / "out", prepared) == 0
     text = json.loads((tmp_path / "out" / "config.json").read_text())["text_config"]
-    assert text["linear_attn_config"]["gate_lower_bound"] == -5.0 and LABEL in text
+    assert text["linear_attn_config"]["gate_lower_bound"] == -5.0 and GATE_LABEL in text
     ours, theirs = load_file(tmp_path / "out" / "model.safetensors"), load_file(converted / "model.safetensors")
     name = "model.layers.1.self_attn."
     assert ours[f"language_model.{name}A_log"].shape == (128,)
