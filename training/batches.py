@@ -71,7 +71,7 @@ class Batches:
     def _batches(self, packs: Sequence[Pack]) -> Iterator[Batch]:
         # The ranks of a context group have the same packs: one of them counts.
         mine = 0 if self.context.get_local_rank() else sum(pack.predictions for pack in packs)
-        predictions = torch.tensor(mine, device=self.processes.device)
+        predictions = torch.full((), mine, dtype=torch.int64, device=self.processes.device)
         self.processes.sum(predictions)
         for start in range(0, len(packs), self.size):
             yield self._batch(packs[start : start + self.size], predictions)

@@ -67,7 +67,8 @@ class Step:
         """Of all parameters, by their gradients, which are gone afterwards; returns the norm of these."""
         set_learning_rate(self.optimizer, rate)
         self.is_first = True
-        return self._replayed["update"]({"rate": torch.tensor(rate, device=self.processes.device)})
+        # Filled on the device: a copy of a number would wait for all that the device has still to do.
+        return self._replayed["update"]({"rate": torch.full((), rate, device=self.processes.device)})
 
     def balance(self) -> None:
         """Moves the routers' biases, by the pooled statistics of the step, which are gone afterwards."""
