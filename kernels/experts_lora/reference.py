@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from ..dispatch import compute_dtype, without_autocast
 from ..experts.reference import tile_height
-from ..mxfp4 import dequantize_mxfp4
+from ..mxfp4.experts import FrozenLinear
 from ..situ_glu.reference import situ_glu_reference
 
 
@@ -59,7 +59,7 @@ def plain(projection: torch.Tensor) -> Product:
 
 def frozen_mxfp4(packed: torch.Tensor, scales: torch.Tensor) -> Product:
     """Those with MXFP4 codes [E, out, in / 2] and scales [E, in / 32, out]."""
-    return lambda e, tiles: list(_FrozenLinear.apply(packed[e], scales[e], *tiles))
+    return lambda e, tiles: list(FrozenLinear.apply(packed[e], scales[e], *tiles))
 
 
 def updated(base: Product, lora) -> Product:
@@ -74,20 +74,3 @@ def updated(base: Product, lora) -> Product:
         return [y + F.linear(F.linear(tile, a), b) for y, tile in pairs]
 
     return product
-
-
-class _FrozenLinear(torch.autograd.Function):
-    """`tile @ weight.T` for several tiles; backward dequantises once more instead of keeping the weight."""
-
-    @staticmethod
-    def forward(ctx, packed, scales, *tiles):
-        ctx.save_for_backward(packed, scales)
-        weight = dequantize_mxfp4(packed, scales.mT, tiles[0].dtype)  # [out, in]
-        return tuple(F.linear(tile, weight) for tile in tiles)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, *gradients):
-        packed, scales = ctx.saved_tensors
-        weight = dequantize_mxfp4(packed, scales.mT, gradients[0].dtype)
-        return None, None, *(gradient @ weight for gradient in gradients)

@@ -92,7 +92,7 @@ def _fused(x, indices, gate_up_packed, impl):
 def _one_expert_at_a_time(
     x, indices, weights, gate_up_packed, gate_up_scales, down_packed, down_scales, beta, linear_beta
 ):
-    """The reference of `expert_mlp`, tile by tile in its order, with the products of `_FrozenLinear`."""
+    """The reference of `expert_mlp`, tile by tile in its order, with the products of `FrozenLinear`."""
     (N, k), E = indices.shape, gate_up_packed.shape[0]
     expert_of, order = indices.flatten().sort(stable=True)  # [N * k]: assignments by expert, sentinels last
     bounds = torch.searchsorted(expert_of, torch.arange(E + 1, device=x.device)).tolist()
@@ -103,9 +103,9 @@ def _one_expert_at_a_time(
     for e in range(E):
         if len(segments[e]):
             tiles = [F.pad(tile, (0, 0, 0, height - len(tile))) for tile in segments[e].split(height)]
-            gate_up = _FrozenLinear.apply(gate_up_packed[e], gate_up_scales[e], *tiles)  # [height, 2I] each
+            gate_up = FrozenLinear.apply(gate_up_packed[e], gate_up_scales[e], *tiles)  # [height, 2I] each
             activated = [situ_glu_reference(tile, beta, linear_beta) for tile in gate_up]
-            down = _FrozenLinear.apply(down_packed[e], down_scales[e], *activated)  # [height, D] each
+            down = FrozenLinear.apply(down_packed[e], down_scales[e], *activated)  # [height, D] each
             outputs.append(torch.cat(down)[: len(segments[e])])
     outputs.append(torch.zeros_like(segments[E]))  # the sentinels
 
@@ -118,7 +118,7 @@ def _one_expert_at_a_time(
     return total.to(x.dtype)
 
 
-class _FrozenLinear(torch.autograd.Function):
+class FrozenLinear(torch.autograd.Function):
     """`tile @ weight.T` for several tiles; backward dequantises once more instead of keeping the weight."""
 
     @staticmethod
