@@ -25,7 +25,7 @@ own precision; momentum and parameters are never narrower than FP32.
 A step of the polynomial on m x n (m <= n) takes 4 m^2 n + 2 m^3 FLOPs: 6.1 TFLOP for all blocks and five steps, 4.8 of
 them for the experts, or 14 ms at 450 TFLOP/s. Half of a symmetric product would spare up to 30 % of that, but no batched
 BF16 routine computes half. The products read and write about 70 bytes per parameter (five steps, at the experts' shapes),
-mostly while they compute; momentum 12, workspace 10, norm 6, decay 8 and update 10 more: 46 bytes, or 10 ms at 4 TB/s.
+mostly while they compute; momentum and workspace 14, norm 6, decay and update 10 more: 30 bytes, or 7 ms at 4 TB/s.
 Nothing waits for the device.
 """
 
@@ -41,6 +41,8 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim.adamw import adamw
+
+from ..kernels.muon import muon_descend, muon_direction
 
 
 COEFFICIENTS = (
@@ -124,34 +126,30 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if parameters and group["use_muon"]:
-                matrices += self._accumulate(parameters, group)
+                matrices += self._matrices(parameters, group)
             elif parameters:
                 self._adamw(parameters, group)
         _update(matrices)
         return loss
 
-    def _accumulate(self, parameters: list[Tensor], group: dict[str, Any]) -> "list[_Matrix]":
-        """Adds the gradients to the momentum and lets the parameters decay."""
+    def _matrices(self, parameters: list[Tensor], group: dict[str, Any]) -> "list[_Matrix]":
+        """What there is to do, with a momentum for each parameter."""
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        matrices = [
+        return [
             _Matrix(
                 parameter=_local(parameter),
                 gradient=_local_gradient(parameter).contiguous(),
                 momentum=_local(self.state[parameter]["momentum_buffer"]),
                 whole=parameter,
                 rows=tuple(group["rows"] or parameter.shape[-2:-1]),
-                nesterov=group["momentum"] / (1.0 - group["momentum"]),
+                beta=group["momentum"],
                 lr=group["lr"],
+                weight_decay=group["weight_decay"],
             )
             for parameter in parameters
         ]
-        gradients = [matrix.gradient for matrix in matrices]
-        torch._foreach_lerp_([matrix.momentum for matrix in matrices], gradients, 1.0 - group["momentum"])
-        if group["weight_decay"]:
-            torch._foreach_mul_([matrix.parameter for matrix in matrices], 1.0 - group["lr"] * group["weight_decay"])
-        return matrices
 
     def _adamw(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         for parameter in parameters:
@@ -188,8 +186,9 @@ class _Matrix:
     momentum: Tensor
     whole: Tensor
     rows: tuple[int, ...]
-    nesterov: float
+    beta: float
     lr: float | Tensor
+    weight_decay: float
 
     @property
     def working_dtype(self) -> torch.dtype:
@@ -197,17 +196,19 @@ class _Matrix:
         return torch.bfloat16 if self.parameter.is_cuda and dtype == torch.float32 else dtype
 
     def direction(self, out: Tensor) -> None:
-        """Writes what is to be orthogonalised: gradient + momentum x the sum of past gradients, whose scale is free."""
-        torch.add(self.gradient, self.momentum, alpha=self.nesterov, out=out.view_as(self.gradient))
+        """Moves the momentum and writes what is to be orthogonalised."""
+        gradient, momentum = (_stack(tensor) for tensor in (self.gradient, self.momentum))
+        muon_direction(gradient, momentum, out.view_as(gradient), beta=self.beta)
 
     def move(self, update: Tensor) -> None:
-        _descend(self.parameter, update.view_as(self.parameter), self.lr)
+        parameter = _stack(self.parameter)
+        muon_descend(parameter, update.view_as(parameter), lr=self.lr, weight_decay=self.weight_decay)
 
     def blocks(self) -> "Iterator[_Owned]":
         """The blocks of a parameter that holds all rows of each."""
         tensors = (_cut(tensor, self.rows) for tensor in (self.gradient, self.momentum, self.parameter))
         for gradient, momentum, parameter in zip(*tensors, strict=True):
-            yield _Owned(gradient, momentum, parameter, self.nesterov, self.lr, self.working_dtype)
+            yield _Owned(gradient, momentum, parameter, self)
 
 
 @dataclass(slots=True)
@@ -217,15 +218,18 @@ class _Owned:
     source: Tensor
     momentum: Tensor
     parameter: Tensor
-    nesterov: float
-    lr: float | Tensor
-    dtype: torch.dtype
+    matrix: _Matrix
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.matrix.working_dtype
 
     def load(self, part: slice, out: Tensor) -> None:
-        torch.add(self.source[part], self.momentum[part], alpha=self.nesterov, out=out)
+        muon_direction(self.source[part], self.momentum[part], out, beta=self.matrix.beta)
 
     def store(self, part: slice, update: Tensor) -> None:
-        _descend(self.parameter[part], update, self.lr)
+        matrix = self.matrix
+        muon_descend(self.parameter[part], update, lr=matrix.lr, weight_decay=matrix.weight_decay)
 
 
 @dataclass(slots=True)
@@ -243,13 +247,6 @@ class _Gathered:
 
     def store(self, part: slice, update: Tensor) -> None:
         self.source[part] = update
-
-
-def _descend(parameter: Tensor, update: Tensor, lr: float | Tensor) -> None:
-    if isinstance(lr, Tensor):
-        parameter.addcmul_(update, lr, value=-1.0)
-    else:
-        parameter.add_(update, alpha=-lr)
 
 
 def _update(matrices: list[_Matrix]) -> None:
@@ -367,6 +364,11 @@ def _turns(matrices: list[_Matrix], ranks: int) -> Iterator[list[list[_Matrix]]]
             owned.append(matrix)
     if used:
         yield turn
+
+
+def _stack(tensor: Tensor) -> Tensor:
+    """`[..., R, C]` -> `[N, R, C]`."""
+    return tensor.reshape(-1, *tensor.shape[-2:])
 
 
 def _cut(tensor: Tensor, rows: tuple[int, ...]) -> tuple[Tensor, ...]:
