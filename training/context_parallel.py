@@ -4,11 +4,11 @@ Most of the model works token by token and needs nothing. Three places look back
 
 - KDA: the state at the border (`context_parallel_kda.py`), of fixed size;
 - the short convolutions before it: the last three inputs, of fixed size;
-- MLA: the latents of all tokens, which grow with the sequence, but are a small part of its keys and values.
+- MLA: the latents of all tokens, which grow with the sequence, but are a small part of its keys and values; and since the
+  last tokens see most, the ranks share that work evenly (`context_parallel_attention.py`).
 """
 
 import contextlib
-import itertools
 from collections.abc import Iterator
 
 import torch
@@ -16,15 +16,15 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from ..backends import operator_impl
 from ..gated_mla import GatedMLA
 from ..kda import KimiDeltaAttention
 from ..modeling_moe_lc import MoeLcTextModel
 from ..segments import Segments
+from .context_parallel_attention import chunk_bounds, from_turns, lower_right_attention, own_chunks, to_turns
 from .context_parallel_kda import context_parallel_kda
-from .context_shard import ContextShard, of_all_ranks, process_group
+from .context_shard import ContextShard, of_all_ranks, pieces_between, process_group
 
 
 @contextlib.contextmanager
@@ -120,21 +120,44 @@ class _MlaOnShard(_OnShard):
     replaced = ("document_attention",)
 
     def document_attention(self, q, latent, k_rope, segments: Segments, **kwargs):
-        """The queries of this rank with the latents of their documents, from the ranks to the left and its own."""
+        """The queries of every rank with the latents of their documents, each rank its turn of the work."""
         shard = self.shard
-        first = sum(shard.lengths[: self.rank])
         everyone = _gather_sequence(torch.cat([latent, k_rope], dim=-1), shard.lengths, self.group)  # [1, L, R + rope]
-        latent, k_rope = everyone.split([latent.shape[-1], k_rope.shape[-1]], dim=-1)
+        bounds, chunks = chunk_bounds(shard.lengths), own_chunks(self.rank, len(shard.lengths))
+        places = [(bounds[chunk], bounds[chunk + 1]) for chunk in chunks]
+        queries = to_turns(q[0], shard.lengths, self.group)[None].split([end - begin for begin, end in places], dim=1)
         outputs = []
-        for begin, end in itertools.pairwise(shard.borders):
-            seen = slice(first + begin - (0 if begin else shard.before), first + end)
-            outputs.append(self.attention(q[:, begin:end], latent[:, seen], k_rope[:, seen], **kwargs))
-        return torch.cat(outputs, dim=1)  # [1, t, H, V]
+        for (begin, end), q_here in zip(places, queries, strict=True):
+            if begin == end:
+                continue
+            pieces, before = pieces_between(shard.documents, begin, end)
+            keys = everyone[:, begin - before : end]
+            latent, k_rope = keys.split([latent.shape[-1], k_rope.shape[-1]], dim=-1)
+            outputs.append(self.chunk_attention(q_here, latent, k_rope, pieces, before, **kwargs))
+        return from_turns(torch.cat(outputs, dim=1)[0], shard.lengths, self.group)[None]  # [1, t, H, V]
+
+    def chunk_attention(self, q, latent, k_rope, pieces: tuple[int, ...], before: int, **kwargs):
+        """Of parts of documents, the first of which has `before` latents more than queries."""
+        end = pieces[1]
+        if not before and end < pieces[-1]:
+            cu_seqlens = torch.tensor(pieces, dtype=torch.int32).to(q.device, non_blocking=True)
+            alone = type(self.module).document_attention
+            return alone(self.module, q, latent, k_rope, Segments(cu_seqlens), **kwargs)
+        first = self.attention(q[:, :end], latent[:, : before + end], k_rope[:, : before + end], **kwargs)
+        if end == pieces[-1]:
+            return first
+        rest, others = slice(before + end, None), tuple(border - end for border in pieces[1:])
+        following = self.chunk_attention(q[:, end:], latent[:, rest], k_rope[:, rest], others, 0, **kwargs)
+        return torch.cat([first, following], dim=1)
 
     def attention(self, q, latent, k_rope, **kwargs):
         """The last query sees the last latent: what other backends do without a mask, and SDPA with this one."""
-        sdpa = self.module.config._attn_implementation in ("sdpa", "moe_lc_triton")
-        mask = causal_lower_right(q.shape[1], latent.shape[1]) if sdpa else None
+        if self.module.is_flash(q):
+            q, k, v = (x.transpose(1, 2) for x in (q, *self.module.keys_and_values(latent, k_rope)))  # [1, H, ...]
+            return lower_right_attention(q, k, v, self.module.scaling).transpose(1, 2)
+        tokens, seen = q.shape[1], latent.shape[1]
+        masked = seen > tokens and self.module.config._attn_implementation in ("sdpa", "moe_lc_triton")
+        mask = torch.ones(tokens, seen, dtype=torch.bool, device=q.device).tril(seen - tokens) if masked else None
         return self.module.expanded_attention(q, latent, k_rope, mask, **kwargs)[0]
 
 

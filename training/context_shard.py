@@ -21,12 +21,13 @@ DROPPED = {"cu_seq_lens_k", "max_length_q", "max_length_k", "use_cache"}
 class ContextShard:
     """Where the tokens of one rank lie in the sequence. A piece is the part of a document that lies on this rank.
 
-    `lengths`: tokens of every rank. `borders`: N + 1 bounds of the pieces, from 0 to the tokens of this rank, every piece
+    `documents`: their bounds in the whole sequence. `lengths`: tokens of every rank. `borders`: N + 1 bounds of the pieces, from 0 to the tokens of this rank, every piece
     with at least one; `cu_seqlens`: the same, int32, on the device of the tokens. `before`: how many tokens of the
     first piece's document lie on the ranks to the left, 0 when it begins here. `goes_on`: whether the last piece's
     document continues on the right.
     """
 
+    documents: tuple[int, ...]
     lengths: tuple[int, ...]
     borders: tuple[int, ...]
     cu_seqlens: torch.Tensor
@@ -65,15 +66,22 @@ def context_shard(
         )
     first = sum(lengths[:rank])
     last = first + lengths[rank]
-    inside = sorted({border - first for border in borders if first < border < last})
-    pieces = (0, *inside, last - first)
+    pieces, before = pieces_between(borders, first, last)
     return ContextShard(
+        documents=tuple(borders),
         lengths=tuple(lengths),
         borders=pieces,
         cu_seqlens=torch.tensor(pieces, dtype=torch.int32, device=device),
-        before=first - max(border for border in borders if border <= first),
+        before=before,
         goes_on=last not in borders,
     )
+
+
+def pieces_between(documents: Sequence[int], first: int, last: int) -> tuple[tuple[int, ...], int]:
+    """Bounds of the parts of documents between two places of a sequence, counted from the first; how many tokens of the
+    first part's document come before it."""
+    inside = sorted({border - first for border in documents if first < border < last})
+    return (0, *inside, last - first), first - max(border for border in documents if border <= first)
 
 
 def shard_sequence(

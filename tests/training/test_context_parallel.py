@@ -22,6 +22,7 @@ from modeling_moe_lc import MoeLcForCausalLM, update_router_bias
 from modeling_moe_lc.configuration.presets import load_preset
 from modeling_moe_lc.kernels.kda import kda
 from modeling_moe_lc.router import Router
+from modeling_moe_lc.training.checkpointing import checkpoint_activations
 from modeling_moe_lc.training.context_parallel import context_parallel
 from modeling_moe_lc.training.context_parallel_kda import context_parallel_kda
 from modeling_moe_lc.training.context_shard import context_shard, shard_sequence
@@ -279,7 +280,7 @@ def model_case(group, shape, lengths, borders, attention, dtype=torch.float64, c
     loss = whole(**batch).loss
     loss.backward()
     if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_activations(model)
     rank = dist.get_rank(group)
     with context_parallel(model, group):
         shard = shard_sequence(batch, group, lengths)
