@@ -31,7 +31,7 @@ def without_bias(model: nn.Module) -> Iterator[None]:
 def counting(model: nn.Module) -> Iterator[torch.Tensor]:
     """Inside, counts what every router chooses, in evaluation as well: gives int64 [layers, E], filled as forwards run."""
     watched = routers(model)
-    counts = torch.zeros(len(watched), model.config.num_experts, dtype=torch.int64)
+    counts = torch.zeros(len(watched), model.config.get_text_config().num_experts, dtype=torch.int64)
 
     def hook(row: torch.Tensor):
         def count(router: Router, inputs: tuple, output: tuple) -> None:

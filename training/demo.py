@@ -269,7 +269,7 @@ def assess(folder: Path, settings: Settings, routing: list[dict], texts: list[by
 def short_text_by_position(folder: Path, tokens: list[list[int]], trained_length: int) -> dict:
     """What the loop leaves out where the held-out files are less than four times the longest trained length."""
     model = AutoModelForCausalLM.from_pretrained(folder)
-    return loss_by_position(model, list(itertools.chain.from_iterable(tokens)), trained_length)
+    return loss_by_position(model, [list(itertools.chain.from_iterable(tokens))], trained_length)
 
 
 def stage_row(length: int, history: list[dict], stage: int, held_out_loss: float) -> dict:

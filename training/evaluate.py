@@ -15,7 +15,7 @@ from .balance import counting
 from .packing import IGNORED, Pack, collate, count_tokens
 
 
-SLICE = 1024  # tokens of a prefill through the cache; attention may hold SLICE x length scores per head
+SCORES, SCORES_ON_CPU = 1 << 31, 1 << 25  # per head that attention may hold in a prefill: tokens of a slice x length
 
 
 @dataclass(frozen=True)
@@ -98,39 +98,46 @@ def losses_in_one_document(model: nn.Module, input_ids: list[int], slice_length:
     return torch.cat(losses)
 
 
-def losses_in_pieces(model: nn.Module, input_ids: list[int], length: int) -> torch.Tensor:
-    """As `losses_in_one_document`, but the text is cut into documents of `length` tokens; NaN at the first token of a
-    piece. The same tokens with less in front of them: what is left of the difference is the use of long context."""
-    losses = []
-    for start in range(0, len(input_ids), length):
-        piece = input_ids[start : start + length]
-        losses.append(torch.full((1,), math.nan, device=_device(model)))
-        if len(piece) > 1:
-            losses.append(losses_in_one_document(model, piece, SLICE))
-    return torch.cat(losses)[1:]
+def losses_in_windows(model: nn.Module, input_ids: list[int], length: int) -> torch.Tensor:
+    """As `losses_in_one_document`, but no token sees more than `length` - 1 before it, and each beyond them at least
+    `length` / 2: that is its loss in the second half of a document of `length` tokens."""
+    step = max(1, length // 2)
+    losses = [losses_in_one_document(model, input_ids[:length], slice_length(model, length))]
+    for start in range(step, len(input_ids) - length + step, step):
+        window = input_ids[start : start + length]
+        losses.append(losses_in_one_document(model, window, slice_length(model, length))[length - step - 1 :])
+    return torch.cat(losses)
+
+
+def slice_length(model: nn.Module, length: int) -> int:
+    """Tokens of a slice of a prefill of `length` tokens."""
+    scores = SCORES_ON_CPU if _device(model).type == "cpu" else SCORES
+    return max(1, scores // length)
 
 
 def _device(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
-def loss_by_position(model: nn.Module, input_ids: list[int], trained_length: int) -> dict:
-    """Mean loss over ranges of positions of one long text, read as one document and in pieces of `trained_length`.
+def loss_by_position(model: nn.Module, texts: Sequence[list[int]], trained_length: int) -> dict:
+    """Mean loss over ranges of positions of long texts of one length N, each read as one document and in windows of
+    `trained_length`: the same tokens with less in front of them, so that what differs does not hang on what they say.
 
-    Returns `borders` (0, then N / 64 doubled up to N = the number of tokens), and for each range between two borders the
-    nats per token in `one_document` and `pieces`; a token without a prediction in `pieces` counts in neither.
+    Returns `texts` (how many), `borders` (0, then N / 64 doubled up to N), and for each range between two borders the nats
+    per token in `one_document` and in `windows`.
     """
-    length = len(input_ids)
+    length = len(texts[0])
     borders = [0, *(length >> halvings for halvings in range(6, -1, -1))]
-    pieces = losses_in_pieces(model, input_ids, trained_length)
-    one_document = losses_in_one_document(model, input_ids, SLICE).masked_fill(pieces.isnan(), math.nan)
+    one_document = sum(losses_in_one_document(model, text, slice_length(model, length)).double() for text in texts)
+    windows = sum(losses_in_windows(model, text, trained_length).double() for text in texts)
     # losses[i] is of position i + 1: nothing is predicted at position 0
     ranges = [slice(max(0, start - 1), end - 1) for start, end in itertools.pairwise(borders)]
     return {
         "trained_length": trained_length,
+        "texts": len(texts),
         "borders": borders,
-        "one_document": [one_document[positions].nanmean().item() for positions in ranges],
-        "pieces": [pieces[positions].nanmean().item() for positions in ranges],
+        "one_document": [one_document[positions].mean().item() / len(texts) for positions in ranges],
+        "windows": [windows[positions].mean().item() / len(texts) for positions in ranges],
     }
 
 

@@ -74,7 +74,7 @@ def plot_run(path: Path, results: dict) -> None:
 
     borders = by_position["borders"]
     for name, label, style in (
-        ("pieces", f"cut into pieces of {by_position['trained_length']:,}", "s--"),
+        ("windows", f"in windows of {by_position['trained_length']:,}", "s--"),
         ("one_document", "one document", "o-"),
     ):
         position.plot(borders[1:], by_position[name], style, label=label)

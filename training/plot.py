@@ -97,7 +97,7 @@ def draw_loss(axis, steps: Sequence[dict], validations: Sequence[dict], scale: f
 
 
 def draw_positions(axis, stages: Sequence[dict]) -> None:
-    """A curve for every stage that ended; dashed, in its colour, the text cut into pieces of the trained length."""
+    """A curve for every stage that ended; dashed, in its colour, the same text in windows of the trained length."""
     axis.set(
         title="Held-out loss by position, at the end of a stage", xlabel="position, up to", ylabel="nats per token"
     )
@@ -109,11 +109,11 @@ def draw_positions(axis, stages: Sequence[dict]) -> None:
         by_position, colour = stage["by_position"], f"C{number % 10}"
         ends = by_position["borders"][1:]
         axis.plot(ends, gaps(by_position["one_document"]), "o-", color=colour, label=stage["stage"])
-        axis.plot(ends, gaps(by_position["pieces"]), "--", color=colour, linewidth=0.8)
+        axis.plot(ends, gaps(by_position["windows"]), "--", color=colour, linewidth=0.8)
         axis.axvline(by_position["trained_length"], color=colour, linestyle=":", linewidth=0.8)
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:g}K" if tokens >= 1024 else f"{tokens:g}")
-    axis.legend(title="dashed: in pieces of the trained length", title_fontsize=8)
+    axis.legend(title="dashed: in windows of the trained length", title_fontsize=8)
 
 
 def draw_load(figure, axis, steps: Sequence[dict], scale: float) -> None:

@@ -56,7 +56,7 @@ def build_tables(results: dict) -> list[Table]:
     positions = [
         (f"{start:,} to {end:,}", f"{one:.3f}", f"{cut:.3f}", f"{one - cut:+.3f}")
         for (start, end), one, cut in zip(
-            itertools.pairwise(position["borders"]), position["one_document"], position["pieces"], strict=True
+            itertools.pairwise(position["borders"]), position["one_document"], position["windows"], strict=True
         )
     ]
     return [
@@ -83,10 +83,11 @@ def build_tables(results: dict) -> list[Table]:
         ),
         Table(
             f"Held-out loss by position; the longest trained length is {trained}",
-            ("positions", "one document", f"pieces of {trained}", "difference"),
+            ("positions", "one document", f"windows of {trained}", "difference"),
             positions,
-            "Nats per token of the held-out files behind one another, read as one document and in pieces. Which text "
-            "stands where moves both columns, not their difference.",
+            "Nats per token of the held-out files behind one another, read as one document, and each with "
+            f"what stood before it in a window of {trained}, half as much at least. Which text stands where moves both columns, not "
+            "their difference.",
         ),
     ]
 

@@ -7,17 +7,20 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
+from ..kernels.router import max_violation
+from .balance import counting
 from .batches import Batches
 from .chat_shards import ChatShards
 from .evaluate import evaluating
 from .media_shards import MediaShards, open_shards
+from .metrics import DEAD
 from .mixture import StageData
 from .processes import Processes
 from .recipe import Recipe
 from .shards import TokenShards
 
 
-BY_POSITION = 4  # times the length of a stage: the text whose loss by position is measured at its end
+BY_POSITION, TEXTS = 4, 8  # times the length of a stage: so long, and so many, texts give its loss by position
 
 
 def held_out(recipe: Recipe, stage: int) -> dict[str, StageData]:
@@ -47,38 +50,50 @@ def validation_losses(
     batches: Batches,
     processes: Processes,
 ) -> dict:
-    """`losses`: nats per predicted token of each folder of `data`, by its name; `loss`: their mean, weighted as in training.
+    """`losses`: nats per predicted token of each folder of `data`, by its name; `loss`: their mean, weighted as in training;
+    with experts, their balance over all that was read, in each MoE layer: `max_violation` and `dead_experts`.
 
     At most `data.validation_tokens` of a folder are read, in whole steps, and at least one step.
     """
     weights, losses = recipe.mixture(stage), {}
-    for name, documents in data.items():
-        available = int(TokenShards(recipe.data.folders[name], documents.split).lengths.sum())
-        steps = max(1, min(recipe.data.validation_tokens, available) // recipe.step_tokens(stage))
-        sums = torch.zeros(2, dtype=torch.float64, device=processes.device)  # nats, predictions
-        with chunked_evaluation(model):
+    with chunked_evaluation(model), counting(model) as counts:
+        for name, documents in data.items():
+            available = int(TokenShards(recipe.data.folders[name], documents.split).lengths.sum())
+            steps = max(1, min(recipe.data.validation_tokens, available) // recipe.step_tokens(stage))
+            sums = torch.zeros(2, dtype=torch.float64, device=processes.device)  # nats, predictions
             for batch in itertools.chain.from_iterable(batches.steps(documents, 0, steps)):
                 sums[0] += batch.nats(model(**batch.inputs).loss)
                 sums[1] += batch.predictions
-        processes.sum(sums)
-        nats, predictions = sums.tolist()
-        losses[name] = nats / predictions
+            processes.sum(sums)
+            nats, predictions = sums.tolist()
+            losses[name] = nats / predictions
     share = {name: weights[recipe.data.folders[name]] for name in losses}
     mean = sum(losses[name] * share[name] for name in losses) / sum(share.values())
-    return {"loss": mean, "losses": losses}
+    return {"loss": mean, "losses": losses} | _balance(counts.to(processes.device), processes)
 
 
-def long_text(recipe: Recipe, stage: int) -> list[int] | None:
-    """Held-out tokens of the first folder of a stage that holds text alone, documents end to end, BY_POSITION times its
-    length; None: too few."""
+def _balance(counts: torch.Tensor, processes: Processes) -> dict:
+    """Of `counts` int64 [L, E] of this process, added to those of the others."""
+    if not counts.numel():
+        return {}
+    processes.sum(counts)
+    loads = counts.double()
+    dead = (loads < DEAD * loads.mean(-1, keepdim=True)).sum(-1)
+    return {"max_violation": max_violation(counts).tolist(), "dead_experts": dead.tolist()}
+
+
+def long_texts(recipe: Recipe, stage: int) -> list[list[int]]:
+    """Held-out tokens of the first folder of a stage that holds text alone, documents end to end, each text BY_POSITION
+    times the stage's length: as many as `data.validation_tokens` hold, TEXTS at most; if those are too few, one."""
     wanted = BY_POSITION * recipe.stages[stage].sequence_length
+    most = min(TEXTS, max(1, recipe.data.validation_tokens // wanted))
     folders = (open_shards(folder, recipe.data.validation_split) for folder in recipe.mixture(stage))
     shards = next((one for one in folders if not isinstance(one, (MediaShards, ChatShards))), None)
     if shards is None:
-        return None
+        return []
     documents = (shards.document(i).tolist() for i in range(len(shards)))
-    tokens = list(itertools.islice(itertools.chain.from_iterable(documents), wanted))
-    return tokens if len(tokens) == wanted else None
+    tokens = list(itertools.islice(itertools.chain.from_iterable(documents), most * wanted))
+    return [tokens[end - wanted : end] for end in range(wanted, len(tokens) + 1, wanted)]
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from modeling_moe_lc.training.evaluate import (
     evaluate,
     loss_by_position,
     losses_in_one_document,
-    losses_in_pieces,
+    losses_in_windows,
     xz_bits_per_byte,
 )
 from modeling_moe_lc.training.packing import collate, pack
@@ -88,24 +88,33 @@ def test_slices_through_the_cache_are_one_document(model, documents, length):
     torch.testing.assert_close(losses_in_one_document(model, document, length), whole, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_pieces_are_documents_of_their_own(model, documents):
+@pytest.mark.parametrize("length", [50, 33, 64, 200])
+def test_in_windows_a_token_stands_in_the_second_half_of_a_document(model, documents, length):
     document = documents[3]
-    losses = losses_in_pieces(model, document, 50)
-    assert losses.isnan().nonzero().flatten().tolist() == [49, 99]
-    expected = torch.cat([nats(model, document[start : start + 50]) for start in (0, 50, 100)])
-    torch.testing.assert_close(losses[~losses.isnan()], expected, rtol=TOLERANCE, atol=TOLERANCE)
+    losses = losses_in_windows(model, document, length)
+    assert losses.shape == (129,)
+    step = length // 2
+    for position in (1, length - 1, length, length + step - 1, length + step, 129):
+        if position < 130:
+            start = 0 if position < length else step * ((position - length) // step + 1)
+            assert position < length or length // 2 <= position - start < length
+            alone = nats(model, document[start : start + length])[position - start - 1]
+            torch.testing.assert_close(losses[position - 1], alone, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_loss_by_position_covers_every_position_once_and_differs_beyond_a_piece_only(model):
-    text = torch.randint(3, model.config.vocab_size, (256,)).tolist()
-    found = loss_by_position(model, text, 64)
-    assert found["borders"] == [0, 4, 8, 16, 32, 64, 128, 256]
-    sizes = [3, 4, 8, 16, 32, 63, 126]  # nothing predicts position 0, nor a piece's first token
-    total = sum(size * loss for size, loss in zip(sizes, found["one_document"], strict=True))
-    kept = ~losses_in_pieces(model, text, 64).isnan()
-    assert total == pytest.approx(nats(model, text)[kept].sum().item(), rel=TOLERANCE)
-    assert found["one_document"][:5] == pytest.approx(found["pieces"][:5], rel=TOLERANCE)
-    assert found["one_document"][5:] != pytest.approx(found["pieces"][5:], rel=1e-3)
+def test_loss_by_position_covers_every_position_once_and_differs_beyond_a_window_only(model):
+    texts = [torch.randint(3, model.config.vocab_size, (256,)).tolist() for _ in range(3)]
+    found = loss_by_position(model, texts, 64)
+    assert found["borders"] == [0, 4, 8, 16, 32, 64, 128, 256] and found["texts"] == 3
+    sizes = [3, 4, 8, 16, 32, 64, 128]  # nothing predicts position 0
+    for name, expected in (
+        ("one_document", [nats(model, text) for text in texts]),
+        ("windows", [losses_in_windows(model, text, 64) for text in texts]),
+    ):
+        total = sum(size * loss for size, loss in zip(sizes, found[name], strict=True))
+        assert total == pytest.approx(torch.stack(expected).mean(0).sum().item(), rel=TOLERANCE)
+    assert found["one_document"][:5] == pytest.approx(found["windows"][:5], rel=TOLERANCE)
+    assert found["one_document"][5:] != pytest.approx(found["windows"][5:], rel=1e-4)
 
 
 def test_xz_pays_for_each_text_on_its_own():

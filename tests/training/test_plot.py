@@ -26,7 +26,7 @@ def run(tmp_path_factory):
             borders = [0, *(length * 4 >> halvings for halvings in range(6, -1, -1))]
             curve = [3.0 - 0.1 * place for place in range(7)]
             by_position = {
-                "trained_length": length, "borders": borders, "one_document": curve, "pieces": [*curve[:-1], math.nan],
+                "trained_length": length, "borders": borders, "one_document": curve, "windows": [*curve[:-1], math.nan],
             }  # fmt: skip
             log.write(STAGE, step, 1_000_000 * step, {"stage": name, "by_position": by_position})
     return folder

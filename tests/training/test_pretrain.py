@@ -143,6 +143,10 @@ def test_a_run_folder_holds_what_is_promised(whole):
     assert list(step_folders(whole / "checkpoints")) == [FIRST, LAST]
     assert records_of(log, "stage")[-1]["by_position"]["trained_length"] == 256
     assert load_recipe(whole / "recipe.yaml").output_dir == str(whole)
+    balance = records_of(log, "validation")[-1]
+    assert (
+        len(balance["max_violation"]) == len(balance["dead_experts"]) == len(records_of(log, "step")[-1]["bias_range"])
+    )
     steps = records_of(log, "step")
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert steps[-1]["attn_res_entropy"] and "attn_res_entropy" not in steps[-2]
