@@ -3,6 +3,7 @@
 Small layers are bound by the Python and the driver that launch them, not by their kernels.
 """
 
+import gc
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,6 +20,30 @@ class _Captured(NamedTuple):
     result: torch.Tensor | None
 
 
+class Pool:
+    """The memory that some graphs share."""
+
+    def __init__(self) -> None:
+        self.members: list[Graphs] = []
+        self._start()
+
+    def _start(self) -> None:
+        self.handle, self.bytes = torch.cuda.graph_pool_handle(), 0
+
+    def make_room(self) -> None:
+        """Before a pass that is no graph, and may need as much memory as the graphs hold: if there is too little, they are
+        dropped, and captured again when they are wanted."""
+        free, _ = torch.cuda.mem_get_info()
+        idle = torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - self.bytes
+        if free + max(0, idle) > self.bytes:
+            return
+        for member in self.members:
+            member.captured.clear()
+        gc.collect()
+        torch.cuda.empty_cache()
+        self._start()
+
+
 class Graphs:
     """`call(inputs)`, replayed: inputs of one shape are computed as they are the first time, which compiles and allocates,
     captured as a graph the second time, and replayed from then on.
@@ -28,10 +53,11 @@ class Graphs:
     nothing from one replay to the next: results are copied.
     """
 
-    def __init__(self, call: Callable[[Inputs], torch.Tensor | None], pool: Any):
+    def __init__(self, call: Callable[[Inputs], torch.Tensor | None], pool: Pool):
         self.call, self.pool = call, pool
         self.seen: set[tuple] = set()
         self.captured: dict[tuple, _Captured] = {}
+        pool.members.append(self)
 
     def __call__(self, inputs: Inputs) -> torch.Tensor | None:
         leaves, structure = pytree.tree_flatten(inputs)
@@ -39,6 +65,7 @@ class Graphs:
         key = structure, shapes
         if key not in self.seen:
             self.seen.add(key)
+            self.pool.make_room()
             return self.call(inputs)
         if key not in self.captured:
             self.captured[key] = self._capture(leaves, structure)
@@ -51,9 +78,10 @@ class Graphs:
     def _capture(self, leaves: list, structure: pytree.TreeSpec) -> _Captured:
         own = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]
         torch.cuda.empty_cache()  # what passes before left would stand beside the graph's own memory
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        graph, before = torch.cuda.CUDAGraph(), torch.cuda.memory_reserved()
+        with torch.cuda.graph(graph, pool=self.pool.handle, capture_error_mode="thread_local"):
             result = self.call(pytree.tree_unflatten(own, structure))
+        self.pool.bytes += torch.cuda.memory_reserved() - before
         return _Captured(graph, _tensors(own), result)
 
 

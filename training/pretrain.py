@@ -45,7 +45,7 @@ from .start import (
     use_graphs,
 )
 from .step import Step
-from .validation import held_out, long_text, validation_losses
+from .validation import held_out, long_texts, validation_losses
 
 
 RECIPE, MODELS, ADAPTER = "recipe.yaml", "models", "adapter"  # in the folder of a run
@@ -161,7 +161,6 @@ class Run:
         mesh = self.ours.mesh(settings.context_parallel)
         collate = OneShape(settings.micro_batch, settings.sequence_length) if self.graphs else self.collate
         batches = Batches(mesh, settings.micro_batch, self.ours, collate)
-        self.parts.forget()
         with context_parallel(self.model, mesh["context"]):
             if self.step > begin and not self._is_logged(VALIDATION):
                 self._validate_if_due(stage, batches)  # a run that stopped right after this step has not
@@ -179,6 +178,7 @@ class Run:
                 if stop:
                     return False
                 self._validate_if_due(stage, batches)
+        self.parts.forget()  # other shapes follow
         self._end_stage(stage)
         return True
 
@@ -236,11 +236,11 @@ class Run:
         """The model as anyone loads it, and how its loss falls along a long text."""
         if self._is_logged(STAGE):
             return
-        settings, text = self.recipe.stages[stage], long_text(self.recipe, stage)
+        settings, texts = self.recipe.stages[stage], long_texts(self.recipe, stage)
         with self.meter.paused(), torch.compiler.set_stance("force_eager"):
             self._save_model(self.folder / MODELS / settings.name)
             with self.precision.computing():
-                by_position = None if text is None else loss_by_position(self.model, text, settings.sequence_length)
+                by_position = loss_by_position(self.model, texts, settings.sequence_length) if texts else None
         self._log(STAGE, stage, {"by_position": by_position})
 
     def _save_model(self, folder: Path) -> None:

@@ -103,14 +103,14 @@ def use_graphs(recipe: Recipe, processes: Processes, *, pictures: bool) -> bool:
     """Whether the parts of a step become CUDA graphs.
 
     Raises:
-        ValueError: they were asked for, but several processes, another device or pictures do not allow it.
+        ValueError: they were asked for, but another device or pictures do not allow it.
     """
     wanted, device = recipe.model.cuda_graphs, processes.device.type
-    possible = processes.count == 1 and device == "cuda" and not pictures
+    possible = device == "cuda" and not pictures
     if wanted and not possible:
-        got = f"{processes.count} on {device}{' and pictures' if pictures else ''}"
-        raise ValueError(f"model.cuda_graphs: expected one process, a CUDA device and text alone, got {got}")
-    return possible and not recipe.model.compile if wanted is None else wanted
+        got = f"{device}{' and pictures' if pictures else ''}"
+        raise ValueError(f"model.cuda_graphs: expected a CUDA device and text alone, got {got}")
+    return possible and processes.count == 1 and not recipe.model.compile if wanted is None else wanted
 
 
 def start_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..router import update_router_bias
-from .graphs import Graphs
+from .graphs import Graphs, Pool
 from .low_precision import LowPrecision
 from .muon import Muon
 from .optim import clip_grad_norm, rate_on_device, set_learning_rate
@@ -52,7 +52,7 @@ class Step:
         }
         if not self.graphs:
             return
-        pool = torch.cuda.graph_pool_handle()
+        pool = Pool()
         for name, part in self._replayed.items():
             if name != "update" or isinstance(self.optimizer, Muon):  # torch's own want to know before they are made
                 self._replayed[name] = Graphs(part, pool)

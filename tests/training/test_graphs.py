@@ -7,7 +7,7 @@ from modeling_moe_lc import MoeLcForCausalLM
 from modeling_moe_lc.configuration.presets import load_preset
 from modeling_moe_lc.router import Router
 from modeling_moe_lc.training.batches import Batches, OneShape
-from modeling_moe_lc.training.graphs import Graphs
+from modeling_moe_lc.training.graphs import Graphs, Pool
 from modeling_moe_lc.training.low_precision import LowPrecision
 from modeling_moe_lc.training.optim import adamw, initialise, muon
 from modeling_moe_lc.training.packing import Pack
@@ -122,6 +122,29 @@ def test_training_is_the_same():
     assert histories[0].isfinite().all() and (histories[0] / histories[1] - 1).abs().max() < 2e-2
 
 
+def test_graphs_that_are_in_the_way_are_captured_again(monkeypatch):
+    gib = 1 << 30
+    pool = Pool()
+
+    def call(inputs):
+        return (inputs["x"].repeat(gib // 4 // 64) * inputs["factor"]).sum()  # 2 GiB or more on the way
+
+    graphs = Graphs(call, pool)
+
+    def results(factor):
+        return [graphs({"x": torch.ones(64, device="cuda"), "factor": factor}).item() for _ in range(3)]
+
+    expected = gib // 4
+    assert results(1) == [expected] * 3 and pool.bytes >= 2 * gib and len(graphs.captured) == 1
+    assert results(2) == [2 * expected] * 3 and len(graphs.captured) == 2
+    reserved = torch.cuda.memory_reserved()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
+    torch.cuda.empty_cache()
+    assert graphs({"x": torch.ones(64, device="cuda"), "factor": 3}).item() == 3 * expected
+    assert not graphs.captured and pool.bytes == 0 and torch.cuda.memory_reserved() <= reserved
+    assert results(1) == [expected] * 3 and results(2) == [2 * expected] * 3 and len(graphs.captured) == 2
+
+
 def test_a_graph_is_replayed_with_other_inputs():
     kept = torch.zeros(3, device="cuda")
 
@@ -129,7 +152,7 @@ def test_a_graph_is_replayed_with_other_inputs():
         kept.add_(inputs["x"])
         return inputs["x"] * inputs["factor"]
 
-    graphs = Graphs(call, torch.cuda.graph_pool_handle())
+    graphs = Graphs(call, Pool())
     results = [graphs({"x": torch.full((3,), float(i), device="cuda"), "factor": 2}) for i in range(5)]
     assert [result[0].item() for result in results] == [0, 2, 4, 6, 8] and kept[0] == 10
     assert graphs({"x": torch.ones(3, device="cuda"), "factor": 3})[0] == 3 and len(graphs.captured) == 1
