@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -31,13 +32,16 @@ class Implementation:
 
 
 def implementations() -> list[Implementation]:
-    """Ours, and FLA before it when it can be imported, so that ratios are known at once."""
-    ours = Implementation(OURS, _ours, _our_step)
+    """Ours last, and FLA first when it can be imported, so that ratios are known at once."""
+    ours = [
+        Implementation(f"{OURS}, all kept", _ours_kept, directions=(BACKWARD,)),
+        Implementation(OURS, _ours, _our_step),
+    ]
     try:
         from fla.ops.kda import chunk_kda, fused_recurrent_kda
     except ImportError as error:
         print(f"FLA: cannot be imported, so it is left out ({error})")
-        return [ours]
+        return ours
     name = f"FLA {installed_version('fla-core') or ''}".strip()
     options: dict[str, Any] = {
         "use_qk_l2norm_in_kernel": True,
@@ -55,12 +59,20 @@ def implementations() -> list[Implementation]:
     return [
         Implementation(f"{name}, all kept", partial(call, chunk_kda, kept), directions=(BACKWARD,), is_fla=True),
         Implementation(name, partial(call, chunk_kda, safe), partial(call, fused_recurrent_kda, {}), is_fla=True),
-        ours,
+        *ours,
     ]
 
 
 def _ours(x: Inputs, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     return kda(**x, lower_bound=LOWER_BOUND, initial_state=state, impl="triton")
+
+
+def _ours_kept(x: Inputs, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whatever memory it takes: by itself it computes again what would take much."""
+    from ..kernels.kda import fused
+
+    with patch.object(fused, "KEEP_BYTES", 1 << 60):
+        return _ours(x, state)
 
 
 def _our_step(x: Inputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -315,8 +315,9 @@ def test_fla_is_called_with_everything_inside_and_its_parameters_flat(monkeypatc
     seen = []
     library = SimpleNamespace(chunk_kda=stand_in, fused_recurrent_kda=stand_in)
     monkeypatch.setitem(sys.modules, "fla.ops.kda", library)
-    kept, fla, ours = bench_kda.implementations()
+    kept, fla, ours_kept, ours = bench_kda.implementations()
     assert kept.directions == ("forward+backward",) and kept.is_fla and fla.is_fla and not ours.is_fla
+    assert ours_kept.directions == kept.directions and not ours_kept.is_fla
     for one in (kept, fla):
         assert bench.wrong(short_errors(bench_kda.KDA, one), bench_kda.LIMITS) is None
     token, state = bench_kda.make_inputs(2, 1, 1, "slow", torch.device("cpu")), torch.randn(2, 1, 8, 8)
@@ -376,8 +377,8 @@ def test_our_layer_has_one_launch_of_convolutions_and_no_fallback(monkeypatch):
 
 def test_without_fla_ours_is_alone(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "fla.ops.kda", None)
-    [ours] = bench_kda.implementations()
-    assert ours.name == "ours" and "FLA: cannot be imported" in capsys.readouterr().out
+    assert [one.name for one in bench_kda.implementations()] == ["ours, all kept", "ours"]
+    assert "FLA: cannot be imported" in capsys.readouterr().out
 
 
 def test_the_floor_is_that_of_the_notes(monkeypatch):
