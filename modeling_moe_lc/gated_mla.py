@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .backends import operator_impl
 from .configuration.configuration_moe_lc import MLA_LATENT_NORM_EPS
-from .kernels.mla import mla_decode
+from .kernels.mla import lower_right_attention, mla_decode
 from .kernels.sigmoid_gate import sigmoid_gate
 from .norm import RMSNorm
 from .segments import Segments
@@ -94,13 +94,15 @@ class GatedMLA(nn.Module):
         absorbed = absorbed and config._attn_implementation != "eager"
         if past_key_values is not None:
             cached = past_key_values.update(latent[:, None], k_rope[:, None], self.layer_idx)
-            # Without a mask for many tokens this is a prefill: what a static cache holds behind them is still empty.
-            seen = q.shape[1] if attention_mask is None and q.shape[1] > 1 else None
-            latent, k_rope = (x[:, 0, :seen] for x in cached)  # [B, S, R], [B, S, rope]
+            # Without a mask for many tokens into a static cache this is a prefill: what it holds behind them is still empty.
+            empty = attention_mask is None and q.shape[1] > 1 and past_key_values.is_compileable
+            latent, k_rope = (x[:, 0, : q.shape[1] if empty else None] for x in cached)  # [B, S, R], [B, S, rope]
         if absorbed and q.shape[1] <= ABSORBED_TOKENS:
             o, weights = self.absorbed_attention(q, latent, k_rope, attention_mask), None  # [B, T, H, V]
         elif segments is not None and segments.packed:
             o, weights = self.document_attention(q, latent, k_rope, segments, **kwargs), None
+        elif attention_mask is None and latent.shape[1] > q.shape[1] > 1:
+            o, weights = self.last_queries(q, latent, k_rope), None
         else:
             o, weights = self.expanded_attention(q, latent, k_rope, attention_mask, **kwargs)
         o = o.flatten(-2)
@@ -147,6 +149,11 @@ class GatedMLA(nn.Module):
             if b > a
         ]
         return torch.cat(outputs, dim=1).unflatten(1, (batch, length))[0]  # [B, T, H, V]
+
+    def last_queries(self, q, latent, k_rope):
+        """Causal, `[B, T, H, V]`: the last of T queries sees the last of S latents. For what `is_flash` is true of."""
+        q, k, v = (x.transpose(1, 2) for x in (q, *self.keys_and_values(latent, k_rope)))  # [B, H, T or S, ...]
+        return lower_right_attention(q, k, v, self.scaling).transpose(1, 2)
 
     def is_flash(self, q: torch.Tensor) -> bool:
         width = self.nope_dim + self.rope_dim

@@ -23,7 +23,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .attn_res import AttnRes, OrdinaryResidual
 from .backends import operator_impl
 from .configuration.configuration_moe_lc import MoeLcTextConfig
-from .gated_mla import GatedMLA
+from .gated_mla import ABSORBED_TOKENS, GatedMLA
 from .kda import Decay, KimiDeltaAttention, ShortConv
 from .latent_moe import LatentMoE, MoeLcExperts
 from .loss import chunked_causal_lm_loss, keep_logits
@@ -225,9 +225,22 @@ class MoeLcTextModel(MoeLcPreTrainedModel):
             return None  # GatedMLA goes document by document
         if isinstance(attention_mask, dict):
             return attention_mask["full_attention"]
+        if self._goes_on_behind_a_cache(x, cache) and (attention_mask is None or _is_unpadded(attention_mask)):
+            return None  # MLA has kernels that need no [T, S] mask for that
         return create_causal_mask(
             config=self.config, inputs_embeds=x, attention_mask=attention_mask, past_key_values=cache
         )
+
+    def _goes_on_behind_a_cache(self, x, cache) -> bool:
+        """Whether these are many tokens behind others, and on a device where MLA has kernels for them."""
+        attention = [layer.self_attn for layer in self.layers if isinstance(layer.self_attn, GatedMLA)]
+        if cache is None or cache.is_compileable or x.shape[1] <= ABSORBED_TOKENS or not attention:
+            return False
+        return cache.get_seq_length(attention[0].layer_idx) > 0 and all(one.is_flash(x) for one in attention)
+
+
+def _is_unpadded(attention_mask: torch.Tensor) -> bool:
+    return attention_mask.ndim == 2 and bool(attention_mask.all())
 
 
 def _token_mask(attention_mask, length: int, segments: Segments | None) -> torch.Tensor | None:

@@ -22,7 +22,7 @@ from ..gated_mla import GatedMLA
 from ..kda import KimiDeltaAttention
 from ..modeling_moe_lc import MoeLcTextModel
 from ..segments import Segments
-from .context_parallel_attention import chunk_bounds, from_turns, lower_right_attention, own_chunks, to_turns
+from .context_parallel_attention import chunk_bounds, from_turns, own_chunks, to_turns
 from .context_parallel_kda import context_parallel_kda
 from .context_shard import ContextShard, of_all_ranks, pieces_between, process_group
 
@@ -153,8 +153,7 @@ class _MlaOnShard(_OnShard):
     def attention(self, q, latent, k_rope, **kwargs):
         """The last query sees the last latent: what other backends do without a mask, and SDPA with this one."""
         if self.module.is_flash(q):
-            q, k, v = (x.transpose(1, 2) for x in (q, *self.module.keys_and_values(latent, k_rope)))  # [1, H, ...]
-            return lower_right_attention(q, k, v, self.module.scaling).transpose(1, 2)
+            return self.module.last_queries(q, latent, k_rope)
         tokens, seen = q.shape[1], latent.shape[1]
         masked = seen > tokens and self.module.config._attn_implementation in ("sdpa", "moe_lc_triton")
         mask = torch.ones(tokens, seen, dtype=torch.bool, device=q.device).tril(seen - tokens) if masked else None

@@ -1,6 +1,7 @@
-"""Multi-head latent attention over the latent cache."""
+"""Multi-head latent attention over the latent cache, and of the last tokens of a sequence."""
 
 from .api import mla_decode
+from .lower_right import lower_right_attention
 
 
-__all__ = ["mla_decode"]
+__all__ = ["lower_right_attention", "mla_decode"]

@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from modeling_moe_lc import MoeLcForCausalLM
+from modeling_moe_lc import MoeLcForCausalLM, gated_mla
+from modeling_moe_lc.gated_mla import GatedMLA
 
 
 LIMIT = 1e-9  # FP64, relative; measured: at most 1e-12
@@ -41,6 +42,27 @@ def test_filled_cache_goes_on_with_many_tokens(model, ids, filled, more):
         cache = model(tokens[:, :filled], use_cache=True).past_key_values
         logits = model(tokens[:, filled:], past_key_values=cache).logits
         assert relative(logits, model(tokens).logits[:, filled:]) < LIMIT
+
+
+def test_many_tokens_behind_others_need_no_mask_where_kernels_know_the_place(model, ids, monkeypatch):
+    """As on a GPU: the first 33 tokens with a mask of their own, the rest without any; a padded row keeps its mask."""
+    monkeypatch.setattr(GatedMLA, "is_flash", lambda self, q: True)
+    calls, real = [], gated_mla.lower_right_attention
+    monkeypatch.setattr(gated_mla, "lower_right_attention", lambda *args: calls.append(args) or real(*args))
+    with torch.no_grad():
+        tokens = ids(2, 70)
+        cache = model(tokens[:, :33], use_cache=True).past_key_values
+        assert not calls
+        logits = model(tokens[:, 33:], past_key_values=cache).logits
+        assert len(calls) == model.config.layer_types.count("full_attention")
+        assert relative(logits, model(tokens).logits[:, 33:]) < LIMIT
+
+        calls.clear()
+        mask = torch.ones_like(tokens)
+        mask[1, :5] = 0
+        cache = model(tokens[:, :33], attention_mask=mask[:, :33], use_cache=True).past_key_values
+        logits = model(tokens[:, 33:], attention_mask=mask, past_key_values=cache).logits
+        assert not calls and relative(logits[1], model(tokens[1:, 5:]).logits[0, 28:]) < LIMIT
 
 
 def test_states_after_two_calls_equal_those_after_one(model, ids):

@@ -1,0 +1,127 @@
+"""Causal attention whose queries are the last of a sequence, by kernels whose causal form wants as many queries as keys."""
+
+from collections.abc import Callable
+
+import torch
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
+from torch.nn import functional as F
+
+from ..checks import check_shape
+
+
+aten = torch.ops.aten
+# (q, k, v, causal, scale) -> (o [B, H, n, V], its log-sum-exp [B, H, n] or [B, H, n, 1]), and the function of the backward
+# pass: (do, q, k, v, o, log-sum-exp) -> dq, dk, dv.
+Kernel = Callable[..., tuple[tuple[torch.Tensor, torch.Tensor], Callable]]
+
+
+def lower_right_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """Softmax attention of the last n queries of a sequence of S keys; memory grows with n + S, without a mask.
+
+    What the queries find in the keys before them and in their own is put together by its log-sum-exp, in FP32, and rounded
+    once more, as in ring attention (Liu et al., arXiv 2310.01889). On CUDA cuDNN's kernels, or FlashAttention where those
+    cannot run, which pads the values to the width of the keys, as the kernel for CPUs does.
+
+    Args:
+        q: [B, H, n, K], BF16 or FP16 on CUDA.
+        k, v: [B, H, S, K] and [B, H, S, V], S >= n, V <= K: query i sees the keys up to S - n + i.
+
+    Returns:
+        [B, H, n, V], differentiable once.
+
+    Raises:
+        ValueError: a shape that does not fit.
+    """
+    dims: dict[str, int] = {}
+    check_shape("q", q, "B H n K", dims)
+    check_shape("k", k, "B H S K", dims)
+    check_shape("v", v, "B H S V", dims)
+    if dims["S"] < dims["n"] or dims["K"] < dims["V"]:
+        raise ValueError(f"k, v: expected at least {dims['n']} keys, at least as wide as values, got {dims}")
+    return _LowerRight.apply(q, k, v, scale)
+
+
+class _LowerRight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, scale):
+        seen, kernel = k.shape[2] - q.shape[2], _kernel(q, k, v)
+        found, backward_own = kernel(q, k[:, :, seen:], v[:, :, seen:], True, scale)
+        ctx.backwards = [(slice(seen, None), backward_own)]
+        if seen:
+            past, backward_past = kernel(q, k[:, :, :seen], v[:, :, :seen], False, scale)
+            ctx.backwards.append((slice(0, seen), backward_past))
+            found = _together(found, past)
+        ctx.save_for_backward(q, k, v, *found)
+        return found[0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, do):
+        q, k, v, o, lse = ctx.saved_tensors
+        wide = torch.promote_types(q.dtype, torch.float32)
+        dq, dk, dv = torch.zeros_like(q, dtype=wide), torch.empty_like(k), torch.empty_like(v)
+        for keys, backward in ctx.backwards:
+            more, dk[:, :, keys], dv[:, :, keys] = backward(do, q, k[:, :, keys], v[:, :, keys], o, lse)
+            dq += more
+        return dq.to(q.dtype), dk, dv, None
+
+
+def _together(one, other):
+    """Outputs and log-sum-exps over two sets of keys: over both."""
+    (o, lse), (more, lse_more) = one, other
+    both = torch.logaddexp(lse, lse_more)
+    shares = [(part - both).exp().view(*o.shape[:-1], 1) for part in (lse, lse_more)]
+    return (shares[0] * o + shares[1] * more).to(o.dtype), both
+
+
+def _kernel(q, k, v) -> Kernel:
+    if not q.is_cuda:
+        return _flash_on_cpu
+    return _cudnn if can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, False, False)) else _flash
+
+
+def _cudnn(q, k, v, causal, scale):
+    o, lse, *facts, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, causal, False, scale=scale
+    )
+
+    def backward(do, q, k, v, o, lse):
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            do, q, k, v, o, lse, seed, offset, None, *facts, 0.0, causal, scale=scale
+        )
+
+    return (o, lse), backward
+
+
+def _flash(q, k, v, causal, scale):
+    width = v.shape[-1]
+    o, lse, *facts, seed, offset, _ = aten._scaled_dot_product_flash_attention(
+        q, k, _padded(v, q), 0.0, causal, False, scale=scale
+    )
+
+    def backward(do, q, k, v, o, lse):
+        do, v, o = (_padded(x, q) for x in (do, v, o))
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+            do, q, k, v, o, lse, *facts, 0.0, causal, seed, offset, scale=scale
+        )
+        return dq, dk, dv[..., :width]
+
+    return (o[..., :width], lse), backward
+
+
+def _flash_on_cpu(q, k, v, causal, scale):
+    width = v.shape[-1]
+    o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, _padded(v, q), 0.0, causal, scale=scale)
+
+    def backward(do, q, k, v, o, lse):
+        do, v, o = (_padded(x, q) for x in (do, v, o))
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            do, q, k, v, o, lse, 0.0, causal, scale=scale
+        )
+        return dq, dk, dv[..., :width]
+
+    return (o[..., :width], lse), backward
+
+
+def _padded(x, q):
+    return F.pad(x, (0, q.shape[-1] - x.shape[-1]))
