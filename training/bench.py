@@ -44,6 +44,10 @@ OPERATORS = {
         f"{PACKAGE}.training.bench_generate",
         "prefilling a long prompt and decoding behind it, with random weights of any preset's size",
     ),
+    "lora": (
+        f"{PACKAGE}.training.bench_lora",
+        "steps of an adapter on a frozen model, ours beside stock PEFT's formulation",
+    ),
     "vision": (
         f"{PACKAGE}.training.bench_vision",
         "images a second through the vision tower and its projector",

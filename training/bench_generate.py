@@ -20,19 +20,15 @@ from tqdm import tqdm
 from transformers import DynamicCache, StaticCache
 
 from ..cache import read_linear_state, write_linear_state
-from ..configuration.configuration_moe_lc import MoeLcTextConfig
-from ..configuration.presets import load_preset, preset_names
+from ..configuration.presets import preset_names
 from ..modeling_moe_lc import MoeLcForCausalLM
-from ..packed_experts import PackedExperts
-from ..quantizer_mxfp4 import experts_called, replace_experts
 from ..router import Router
 from .bench import installed_version, relative_error
 from .bench_train import Gpu
+from .random_model import PACKED, PLAIN, build, first_layers, random_tokens
 
 
-PLAIN, PACKED = "bfloat16", "mxfp4"
 LAUNCHED, GRAPH = "launched", "graph"
-SCALES = (119, 121)  # of packed experts: half the blocks 2^-8, half 2^-7, which makes their values as large as others
 CHECKED_PROMPT, CHECKED_CHUNK, CHECKED_NEW = 60, 30, 6  # chunks longer than what MLA reads absorbed
 LIMIT = (
     1e-1  # BF16 over dozens of layers: 0.034 in 28 narrow ones; one lost convolution state in one of them makes 0.39
@@ -93,43 +89,6 @@ def run(args: argparse.Namespace) -> int:
     config._attn_implementation = args.backend
     machine = Gpu()
     return bench(args, machine, build(config, args.experts, machine.device))
-
-
-def first_layers(preset: str, layers: int | None) -> MoeLcTextConfig:
-    """The preset, or as many of its layers from the first on. Raises ValueError where it has not so many."""
-    whole = load_preset(preset)
-    if layers is None:
-        return whole
-    if not 1 <= layers <= whole.num_hidden_layers:
-        raise ValueError(f"layers: expected 1 to {whole.num_hidden_layers} for {preset}, got {layers}")
-    kinds = ("kda_layers", "full_attn_layers")  # 1-based
-    kept = {kind: [i for i in whole.linear_attn_config[kind] if i <= layers] for kind in kinds}
-    block = whole.attn_res_block_size
-    return load_preset(
-        preset,
-        num_hidden_layers=layers,
-        linear_attn_config={**whole.linear_attn_config, **kept},
-        attn_res_block_size=block and min(block, layers),  # the first block, where it is longer than all that is left
-    )
-
-
-@torch.no_grad()
-def build(
-    config: MoeLcTextConfig, experts: str, device: torch.device, dtype: torch.dtype = torch.bfloat16
-) -> MoeLcForCausalLM:
-    """Random weights of the size of untrained ones, made where they stay."""
-    torch.manual_seed(0)
-    with torch.device("meta"):
-        model = MoeLcForCausalLM(config)
-        if experts == PACKED:
-            replace_experts(model, "MoeLcExperts", lambda plain: PackedExperts(plain.config, type(plain)))
-    model = model.to(dtype).to_empty(device=device).eval()
-    for module in model.modules():
-        model._init_weights(module)
-    for name in experts_called(model, "PackedExperts"):
-        for buffer, stored in model.get_submodule(name).named_buffers():
-            stored.random_(*SCALES) if buffer.endswith("_scale") else stored.random_(0, 256)
-    return model
 
 
 @torch.no_grad()
@@ -307,12 +266,6 @@ def fixed_choice(model: nn.Module) -> Iterator[Choice]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def random_tokens(model: MoeLcForCausalLM, count: int, seed: int) -> torch.Tensor:
-    """`[1, count]`."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(model.config.vocab_size, (1, count), generator=generator).to(model.device)
 
 
 def cache_bytes(cache) -> int:

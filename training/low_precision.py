@@ -35,7 +35,8 @@ class LowPrecision:
             if isinstance(module, FullPrecision):
                 continue
             for name, wide in module.named_parameters(recurse=False):
-                if wide.dtype.itemsize > dtype.itemsize:
+                is_there = isinstance(wide, nn.Parameter)  # packed experts show PEFT projections that are not
+                if is_there and wide.dtype.itemsize > dtype.itemsize:
                     if wide not in copies:
                         copies[wide] = nn.Parameter(torch.empty_like(wide, dtype=dtype), wide.requires_grad)
                     self.places.append(_Place(module, name, wide, copies[wide]))

@@ -158,6 +158,8 @@ def test_the_hooks_of_the_check_are_gone_afterwards():
 def test_the_first_layers_of_a_preset():
     config = first_layers("kimi-k3", 4)
     assert config.layer_types == ["linear_attention"] * 3 + ["full_attention"] and config.num_experts == 896
+    # one of full attention must be there
+    assert first_layers("kimi-k3", 2).layer_types == ["linear_attention", "full_attention"]
     with pytest.raises(ValueError, match="layers: expected 1 to 93 for kimi-k3, got 94"):
         first_layers("kimi-k3", 94)
 
