@@ -103,13 +103,16 @@ def use_graphs(recipe: Recipe, processes: Processes, *, pictures: bool) -> bool:
     """Whether the parts of a step become CUDA graphs.
 
     Raises:
-        ValueError: they were asked for, but another device or pictures do not allow it.
+        ValueError: they were asked for, but another device, pictures or context parallelism do not allow it.
     """
     wanted, device = recipe.model.cuda_graphs, processes.device.type
-    possible = device == "cuda" and not pictures
+    shared = any(stage.context_parallel > 1 for stage in recipe.stages)
+    possible = device == "cuda" and not pictures and not shared
     if wanted and not possible:
-        got = f"{device}{' and pictures' if pictures else ''}"
-        raise ValueError(f"model.cuda_graphs: expected a CUDA device and text alone, got {got}")
+        got = [device, *["pictures"] * pictures, *["context parallelism"] * shared]
+        raise ValueError(
+            f"model.cuda_graphs: expected a CUDA device, text, and a sequence on one GPU, got {', '.join(got)}"
+        )
     return possible and processes.count == 1 and not recipe.model.compile if wanted is None else wanted
 
 
