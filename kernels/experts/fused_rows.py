@@ -4,8 +4,6 @@ A program has one tile of at most BM rows of one expert and BN columns. The gate
 neighbouring columns of a tile, so that one product makes both and a thread holds both: "paired" columns are g_0 u_0 g_1 u_1 ...
 Weights, and rows that lie in order, come through tensor descriptors: the copy engine fetches a tile without the threads, zeros
 where there is nothing, and a descriptor [E, I, 2, D] makes neighbours of the two rows of a channel. Every program runs over the whole inner dimension in steps of BK: a row's bits do not depend on its neighbours.
-That this dimension is not empty is said to the compiler: it would set the sums to zero on a way around the loop, and then wait
-for each product of a step before it starts the next one ("wgmma serialized").
 """
 
 import triton
@@ -126,7 +124,6 @@ def experts_fwd_kernel_gate_up(
         token = tl.load(order + first + tl.minimum(m, rows - 1)) // K
         left = x + token.to(tl.int64)[:, None] * D + k[None, :]
         acc = tl.zeros((BM, BN), dtype=tl.float32)
-        tl.assume(D > 0)
         for done in tl.range(0, D, BK, num_stages=STAGES):
             right = paired_tile(gate_up_proj, scales, expert, begin + block * BC, done, BN, BK, x.dtype.element_ty)
             acc = tl.dot(gathered(left, k, D, done, BK, EVEN_K), right.T, acc, input_precision=PRECISION)
@@ -166,7 +163,6 @@ def experts_fwd_kernel_outputs(
     expert, first, rows, block = tile_of(table, tiles, tl.cdiv(width, BN))
     if rows > 0:
         acc = tl.zeros((BM, BN), dtype=tl.float32)
-        tl.assume(I > 0)
         for done in tl.range(0, I, BK, num_stages=STAGES):
             right = down_tile(down_proj, scales, expert, column + block * BN, done, BN, BK, out.dtype.element_ty)
             acc = tl.dot(h.load([first, done]), right.T, acc, input_precision=PRECISION)
@@ -190,7 +186,6 @@ def experts_bwd_kernel_inner(
         token = tl.load(order + first + tl.minimum(m, rows - 1)) // K
         left = dy + token.to(tl.int64)[:, None] * D + k[None, :]
         acc = tl.zeros((BM, BN), dtype=tl.float32)
-        tl.assume(D > 0)
         for done in tl.range(0, D, BK, num_stages=STAGES):
             right = down_tile(down_proj, scales, expert, done, begin + block * BN, BK, BN, out.dtype.element_ty)
             acc = tl.dot(gathered(left, k, D, done, BK, EVEN_K), right, acc, input_precision=PRECISION)
@@ -210,7 +205,6 @@ def experts_bwd_kernel_inputs(
     expert, first, rows, block = tile_of(table, tiles, tl.cdiv(width, BN))
     if rows > 0:
         acc = tl.zeros((BM, BN), dtype=tl.float32)
-        tl.assume(depth > 0)
         for done in tl.range(0, depth, BK, num_stages=STAGES):
             channel, at = begin + done // 2, column + block * BN
             right = paired_tile(gate_up_proj, scales, expert, channel, at, BK, BN, out.dtype.element_ty)
