@@ -51,15 +51,26 @@ demo-vision: $(VENV)
 test: $(VENV)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not gpu" -n $(WORKERS)
 
-# The engines have an environment of their own: what they depend on is nothing of ours.
+# Each engine has an environment of its own: what it depends on is nothing of ours.
 PEERS := $(CURDIR)/build/peers
-$(PEERS)/.installed: tests/peers/requirements.txt
-	$(PYTHON) -m venv $(PEERS)
-	$(PEERS)/bin/python -m pip install --no-input --disable-pip-version-check -r $<
+$(PEERS)/mlx_lm/.installed: tests/peers/requirements-mlx-lm.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --no-input --disable-pip-version-check -r $<
 	touch $@
 
-test-peers: $(VENV) $(PEERS)/.installed
-	OMP_NUM_THREADS=1 MOE_LC_PEERS_PYTHON=$(PEERS)/bin/python $(PY) -m pytest tests/peers
+# From its source, which has the converter that the wheels lack; the runtime is compiled (a C++ compiler, 20 minutes on 2 cores).
+$(PEERS)/llama_cpp/.installed: tests/peers/requirements-llama-cpp.txt constraints.txt
+	$(PYTHON) -m venv $(@D)
+	rm -rf $(@D)/source && mkdir $(@D)/source
+	$(@D)/bin/python -m pip download --no-input --disable-pip-version-check --no-deps --no-binary llama-cpp-python \
+	    -d $(@D)/source "$$(grep ^llama-cpp-python $<)"
+	tar -xzf $(@D)/source/*.tar.gz -C $(@D)/source --strip-components 1
+	CMAKE_ARGS="-DLLAVA_BUILD=OFF -DLLAMA_OPENSSL=OFF" $(@D)/bin/python -m pip install --no-input \
+	    --disable-pip-version-check --no-binary llama-cpp-python -f $(@D)/source -c constraints.txt -r $<
+	touch $@
+
+test-peers: $(VENV) $(PEERS)/mlx_lm/.installed $(PEERS)/llama_cpp/.installed
+	OMP_NUM_THREADS=1 MOE_LC_PEERS=$(PEERS) $(PY) -m pytest tests/peers
 
 BIG := $(CURDIR)/build/big
 test-big: $(VENV)
