@@ -263,6 +263,7 @@ def measure(name: str, case: Case, args, machine, ours: Processes, matmul: float
         in_optimizer = statistics.median(map(machine.seconds, marks[::2], marks[1::2]))
         peak = machine.peak_memory()
         kernels = machine.kernels(step) if args.top else {}
+    parts.forget()
     if not loss.isfinite():
         raise ValueError(f"{name}: expected a finite loss after {args.warm_up + args.steps} steps, got {loss.item()}")
     flops = training_flops(count(config), [case.length] * recipe.sequences_per_step(0))

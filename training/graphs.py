@@ -3,8 +3,10 @@
 Small layers are bound by the Python and the driver that launch them, not by their kernels.
 """
 
+import contextlib
 import gc
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +23,11 @@ class _Captured(NamedTuple):
 
 
 class Pool:
-    """The memory that some graphs share."""
+    """The memory that some graphs share. `any_of` tells whether something holds for one of the processes that share the
+    model: they capture together, since NCCL exchanges addresses then."""
 
-    def __init__(self) -> None:
-        self.members: list[Graphs] = []
+    def __init__(self, any_of: Callable[[bool], bool] = bool) -> None:
+        self.any_of, self.members = any_of, list[Graphs]()
         self._start()
 
     def _start(self) -> None:
@@ -35,7 +38,7 @@ class Pool:
         dropped, and captured again when they are wanted."""
         free, _ = torch.cuda.mem_get_info()
         idle = torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - self.bytes
-        if free + max(0, idle) > self.bytes:
+        if not self.any_of(free + max(0, idle) <= self.bytes):
             return
         for member in self.members:
             member.captured.clear()
@@ -50,11 +53,16 @@ class Graphs:
 
     `call` must wait for nothing, must find its gradients in the same tensors each time (not set to None), and returns a
     tensor or None. What else it writes, it must write in place. Graphs of one `pool` share their memory, which holds
-    nothing from one replay to the next: results are copied.
+    nothing from one replay to the next: results are copied. A capture is inside of a `within()`.
     """
 
-    def __init__(self, call: Callable[[Inputs], torch.Tensor | None], pool: Pool):
-        self.call, self.pool = call, pool
+    def __init__(
+        self,
+        call: Callable[[Inputs], torch.Tensor | None],
+        pool: Pool,
+        within: Callable[[], AbstractContextManager] = contextlib.nullcontext,
+    ):
+        self.call, self.pool, self.within = call, pool, within
         self.seen: set[tuple] = set()
         self.captured: dict[tuple, _Captured] = {}
         pool.members.append(self)
@@ -79,7 +87,7 @@ class Graphs:
         own = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]
         torch.cuda.empty_cache()  # what passes before left would stand beside the graph's own memory
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.memory_reserved()
-        with torch.cuda.graph(graph, pool=self.pool.handle, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self.pool.handle, capture_error_mode="thread_local"), self.within():
             result = self.call(pytree.tree_unflatten(own, structure))
         self.pool.bytes += torch.cuda.memory_reserved() - before
         return _Captured(graph, _tensors(own), result)

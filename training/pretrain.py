@@ -75,6 +75,7 @@ def pretrain(recipe: Recipe, ours: Processes) -> bool:
         print(recipe_text(recipe), flush=True)
     run = Run(recipe, ours)
     finished = run.train()
+    run.parts.forget()
     if ours.is_main:
         then = "the run is complete" if finished else "stopped; the same command goes on from there"
         print(f"\n{recipe.output_dir}: {run.step} of {recipe.ends[-1]} steps: {then}", flush=True)

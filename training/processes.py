@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 from accelerate import PartialState
 from torch import distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
 from ..norm import FullPrecision
@@ -58,6 +59,10 @@ class Processes:
         """What the main process says."""
         return self.total(int(fact and self.is_main)) > 0
 
+    def any_of(self, fact: bool) -> bool:
+        """Whether it holds for one of them."""
+        return self.total(int(fact)) > 0
+
     def mesh(self, context_parallel: int) -> DeviceMesh:
         """[data, context]: neighbours share a sequence."""
         shape = self.count // context_parallel, context_parallel
@@ -101,3 +106,23 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:
             fully_shard(exact, mesh=mesh, mp_policy=full)
         fully_shard(layer, mesh=mesh, mp_policy=low)
     fully_shard(model, mesh=mesh, mp_policy=low)
+
+
+@contextlib.contextmanager
+def captured_whole(model: nn.Module) -> Iterator[None]:
+    """For a CUDA graph of a pass of `model`, which FSDP2 may share: the streams on which it gathers and reduces begin and end
+    with the graph, and no pass waits for an event that another left behind, which no graph can."""
+    context = next((m._get_fsdp_state()._comm_ctx for m in model.modules() if isinstance(m, FSDPModule)), None)
+    if context is None:
+        yield
+        return
+    current = torch.cuda.current_stream()
+    of_gathering = context.all_gather_copy_in_stream, context.all_gather_stream
+    streams = *of_gathering, context.reduce_scatter_stream, context.all_reduce_stream
+    context.all_gather_state = None
+    for stream in streams:
+        stream.wait_stream(current)
+    yield
+    context.all_gather_state = None
+    for stream in streams:
+        current.wait_stream(stream)

@@ -1,6 +1,7 @@
 """What an optimiser step is made of: forward and backward of micro-batches, the update, the balancing of the routers."""
 
 import contextlib
+import functools
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from .graphs import Graphs, Pool
 from .low_precision import LowPrecision
 from .muon import Muon
 from .optim import clip_grad_norm, rate_on_device, set_learning_rate
-from .processes import Processes
+from .processes import Processes, captured_whole
 
 
 class Step:
@@ -42,7 +43,7 @@ class Step:
         self.forget()
 
     def forget(self) -> None:
-        """Makes room for the graphs of other shapes."""
+        """Makes room for the graphs of other shapes, and lets the group of the processes end: NCCL waits for graphs."""
         self._replayed = {}
         gc.collect()  # graphs refer to their step
         self._replayed = {
@@ -52,10 +53,10 @@ class Step:
         }
         if not self.graphs:
             return
-        pool = Pool()
+        pool, within = Pool(self.processes.any_of), functools.partial(captured_whole, self.model)
         for name, part in self._replayed.items():
             if name != "update" or isinstance(self.optimizer, Muon):  # torch's own want to know before they are made
-                self._replayed[name] = Graphs(part, pool)
+                self._replayed[name] = Graphs(part, pool, within)
 
     def backward(self, inputs: dict[str, Any]) -> torch.Tensor:
         """Adds the gradients of a micro-batch; returns its loss."""

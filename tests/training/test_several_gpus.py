@@ -74,7 +74,7 @@ def losses(run: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """With a recipe, and its run on one GPU and on all."""
+    """With a recipe, and its run on one GPU, on all, and on all by CUDA graphs."""
     folder = tmp_path_factory.mktemp("gpus")
     data = folder / "data"
     sources = [Path(sysconfig.get_path("stdlib"), name) for name in ("asyncio", "email", "unittest", "xml")]
@@ -84,14 +84,18 @@ def folder(tmp_path_factory):
     (folder / "recipe.yaml").write_text(RECIPE + f"data: {{folders: {{python: {data}}}, validation_tokens: 131072}}\n")
     finished(*TRAIN, folder / "recipe.yaml", "--output_dir", folder / "one", gpus=1)
     finished(*TRAIN, folder / "recipe.yaml", "--output_dir", folder / "all", gpus=GPUS)
+    finished(
+        *TRAIN, folder / "recipe.yaml", "--output_dir", folder / "graphs", "--model.cuda_graphs", "true", gpus=GPUS
+    )
     return folder
 
 
-def test_fsdp_has_the_losses_of_one(folder):
-    one, several = losses(folder / "one"), losses(folder / "all")
+@pytest.mark.parametrize("of_all", ["all", "graphs"])
+def test_fsdp_has_the_losses_of_one(folder, of_all):
+    one, several = losses(folder / "one"), losses(folder / of_all)
     assert len(one) == len(several) == STEPS
     differences = [abs(a / b - 1) for a, b in zip(several, one, strict=True)]
-    print(f"\nFSDP2 on {GPUS} GPUs: losses of {STEPS} steps differ by {max(differences):.1e} at most")
+    print(f"\nFSDP2 on {GPUS} GPUs ({of_all}): losses of {STEPS} steps differ by {max(differences):.1e} at most")
     assert max(differences) < 1e-3
 
 
