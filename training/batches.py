@@ -107,23 +107,24 @@ class OneShape:
 
     Documents that fill a pack each are rows, as in `model_inputs`. Others stand behind one another, `size` x `length` tokens
     in all: what is missing is taken from their beginning once more, is not predicted, and counts in no statistics; and as
-    many empty documents follow as make their number a power of two.
+    many empty documents follow as make their number a power of two. `largest`: of a number over all processes that share
+    the model, whose micro-batches must be of one shape.
     """
 
-    def __init__(self, size: int, length: int):
-        self.size, self.length = size, length
+    def __init__(self, size: int, length: int, largest: Callable[[int], int] = int):
+        self.size, self.length, self.largest = size, length, largest
 
     def __call__(self, packs: Sequence[Pack]) -> dict[str, Any]:
-        if all(pack.cu_seqlens == [0, self.length] for pack in packs):
+        room = self.largest(self._room(packs))
+        if not room:
             # Nothing is masked: said at once, transformers need not find out.
             return model_inputs(packs) | {"attention_mask": {"full_attention": None, "linear_attention": None}}
         inputs = collate(packs)
         ids, labels, borders = inputs["input_ids"], inputs["labels"], inputs["cu_seq_lens_q"]
         known, total = ids.shape[1], self.size * self.length
         again = torch.arange(known, total).remainder(known)
-        count = max(FEWEST_DOCUMENTS, 1 << (len(borders) + len(again) // self.length).bit_length())
         ends = torch.arange(known, total, self.length, dtype=borders.dtype)[1:]
-        ends = torch.cat([borders, ends, borders.new_full((count,), total)])[: count + 1]
+        ends = torch.cat([borders, ends, borders.new_full((room,), total)])[: room + 1]
         counted = torch.arange(total) < known
         segments = Segments(ends, longest=self.length, counted=counted)
         unpredicted = labels.new_full((1, len(again)), IGNORED)
@@ -132,6 +133,15 @@ class OneShape:
             "labels": torch.cat([labels, unpredicted], dim=1),
             "segments": segments,
         }
+
+    def _room(self, packs: Sequence[Pack]) -> int:
+        """For how many documents, the empty ones with them; 0: each fills a pack."""
+        if all(pack.cu_seqlens == [0, self.length] for pack in packs):
+            return 0
+        known = sum(len(pack.input_ids) for pack in packs)
+        borders = 1 + sum(len(pack.cu_seqlens) - 1 for pack in packs)
+        again = (self.size * self.length - known) // self.length
+        return max(FEWEST_DOCUMENTS, 1 << (borders + again).bit_length())
 
 
 def _moved(value: Any, device: torch.device) -> Any:

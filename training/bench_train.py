@@ -249,7 +249,7 @@ def measure(name: str, case: Case, args, machine, ours: Processes, matmul: float
 
     with context_parallel(model, mesh["context"]):
         profiled = 1 + PROFILED_CALLS if args.top else 0
-        collate = OneShape(case.batch, case.length) if graphs else None
+        collate = OneShape(case.batch, case.length, ours.largest) if graphs else None
         steps = Batches(mesh, case.batch, ours, collate).steps(data, 0, args.warm_up + args.steps + profiled)
         for _ in range(args.warm_up):
             step()

@@ -23,11 +23,11 @@ class _Captured(NamedTuple):
 
 
 class Pool:
-    """The memory that some graphs share. `any_of` tells whether something holds for one of the processes that share the
-    model: they capture together, since NCCL exchanges addresses then."""
+    """The memory that some graphs share. `largest`: of a number over all processes that share the model; they must call the
+    same graphs with the same shapes, and capture them together, since NCCL exchanges addresses then."""
 
-    def __init__(self, any_of: Callable[[bool], bool] = bool) -> None:
-        self.any_of, self.members = any_of, list[Graphs]()
+    def __init__(self, largest: Callable[[int], int] = int) -> None:
+        self.largest, self.members = largest, list[Graphs]()
         self._start()
 
     def _start(self) -> None:
@@ -38,7 +38,7 @@ class Pool:
         dropped, and captured again when they are wanted."""
         free, _ = torch.cuda.mem_get_info()
         idle = torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - self.bytes
-        if not self.any_of(free + max(0, idle) <= self.bytes):
+        if not self.largest(free + max(0, idle) <= self.bytes):
             return
         for member in self.members:
             member.captured.clear()

@@ -160,7 +160,8 @@ class Run:
         recipe, settings, end = self.recipe, self.recipe.stages[stage], self.recipe.ends[stage]
         begin = end - recipe.steps[stage]
         mesh = self.ours.mesh(settings.context_parallel)
-        collate = OneShape(settings.micro_batch, settings.sequence_length) if self.graphs else self.collate
+        shape = settings.micro_batch, settings.sequence_length
+        collate = OneShape(*shape, self.ours.largest) if self.graphs else self.collate
         batches = Batches(mesh, settings.micro_batch, self.ours, collate)
         with context_parallel(self.model, mesh["context"]):
             if self.step > begin and not self._is_logged(VALIDATION):

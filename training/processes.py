@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
+from ..compat import FSDP2_SPLITS_BYTES
 from ..norm import FullPrecision
 
 
@@ -59,9 +60,13 @@ class Processes:
         """What the main process says."""
         return self.total(int(fact and self.is_main)) > 0
 
-    def any_of(self, fact: bool) -> bool:
-        """Whether it holds for one of them."""
-        return self.total(int(fact)) > 0
+    def largest(self, number: int) -> int:
+        """Over all processes. Between CPUs, as `total`."""
+        if self.host is None:
+            return number
+        found = torch.tensor(int(number))
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.host)
+        return int(found)
 
     def mesh(self, context_parallel: int) -> DeviceMesh:
         """[data, context]: neighbours share a sequence."""
@@ -95,8 +100,10 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:
 
     Parameters stay what they are, and gradients are summed up in their dtype. What is always in full precision is a unit
     of its own in each layer: FSDP2 casts a whole unit. In a KDA layer that unit is held from its first module to its
-    last, since some hand out their parameters.
+    last, since some hand out their parameters. Bytes of packed experts are never cast; a torch whose FSDP2 cannot split
+    them leaves all of them to every rank.
     """
+    whole = set() if FSDP2_SPLITS_BYTES else {one for one in model.parameters() if not one.is_floating_point()}
     stored = max((parameter.dtype for parameter in model.parameters()), key=lambda dtype: dtype.itemsize)
     low = MixedPrecisionPolicy() if dtype == stored else MixedPrecisionPolicy(dtype, stored, cast_forward_inputs=False)
     full = MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -104,8 +111,8 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     for layer in units:
         if exact := [module for module in layer.modules() if isinstance(module, FullPrecision)]:
             fully_shard(exact, mesh=mesh, mp_policy=full)
-        fully_shard(layer, mesh=mesh, mp_policy=low)
-    fully_shard(model, mesh=mesh, mp_policy=low)
+        fully_shard(layer, mesh=mesh, mp_policy=low, ignored_params=whole)
+    fully_shard(model, mesh=mesh, mp_policy=low, ignored_params=whole)
 
 
 @contextlib.contextmanager

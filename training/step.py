@@ -53,7 +53,7 @@ class Step:
         }
         if not self.graphs:
             return
-        pool, within = Pool(self.processes.any_of), functools.partial(captured_whole, self.model)
+        pool, within = Pool(self.processes.largest), functools.partial(captured_whole, self.model)
         for name, part in self._replayed.items():
             if name != "update" or isinstance(self.optimizer, Muon):  # torch's own want to know before they are made
                 self._replayed[name] = Graphs(part, pool, within)

@@ -106,8 +106,9 @@ def gradients(model, inputs, items):
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.parametrize("others", [0, 128])  # for how many documents another process needs room
 @pytest.mark.parametrize("lengths", [[[5, 9], [3, 4, 2]], [[16], [7]], [[1], [2]], [[16], [16]]])
-def test_a_batch_of_one_shape_is_the_same_batch(lengths):
+def test_a_batch_of_one_shape_is_the_same_batch(lengths, others):
     model = tiny().double()
     given = list(packs(lengths, model.config.vocab_size))
     items = max(1, sum(pack.predictions for pack in given))
@@ -118,7 +119,8 @@ def test_a_batch_of_one_shape_is_the_same_batch(lengths):
     for router in (module for module in model.modules() if isinstance(module, Router)):
         router.e_score_correction_bias.zero_()
 
-    filled = OneShape(2, 16)(given)
+    filled = OneShape(2, 16, lambda room: max(room, others))(given)
+    assert not others or len(filled["segments"].cu_seqlens) == others + 1
     assert filled["input_ids"].numel() == filled["labels"].numel() == 32
     loss, found = gradients(model, filled, items)
     assert torch.allclose(loss, expected[0], rtol=1e-12)
