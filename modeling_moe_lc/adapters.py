@@ -250,6 +250,17 @@ def prepare_packed_experts(model: nn.Module) -> None:
             module.__class__ = AdaptablePackedExperts
 
 
+def freeze_packed_experts(model: nn.Module) -> None:
+    """For training, when all adapters are on: the bytes of packed experts become frozen parameters, which FSDP2 splits and
+    a checkpoint of what is trained leaves out. PEFT finds no projections any more: to FSDP2 they would be parameters too."""
+    for module in model.modules():
+        if isinstance(module, PackedExperts):
+            module.__class__ = PackedExperts
+            for name, stored in list(module.named_buffers(recurse=False)):
+                delattr(module, name)
+                module.register_parameter(name, nn.Parameter(stored, requires_grad=False))
+
+
 class Placeholder(torch.Tensor):
     """Shape and device of a packed projection, in no memory: what PEFT asks a parameter for."""
 

@@ -51,7 +51,7 @@ class MoeLcMxfp4Quantizer(HfQuantizer):
                 "quantization_config: expected a checkpoint whose experts are in MXFP4; load it plain, and pack_experts(model)"
             )
         if not self.quantization_config.dequantize:
-            replace_experts(model, "MoeLcExperts", lambda experts: PackedExperts(experts.config, type(experts)))
+            make_room_for_packed_experts(model)
         self.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
 
     def update_weight_conversions(self, weight_conversions, model=None):
@@ -100,6 +100,11 @@ def replace_experts(model: nn.Module, kind: str, make) -> None:
     """Puts `make(experts)` in the place of every module of class `kind`, one after the other."""
     for name in experts_called(model, kind):
         model.set_submodule(name, make(model.get_submodule(name)).train(model.training))
+
+
+def make_room_for_packed_experts(model: nn.Module) -> None:
+    """Puts packed experts, which hold nothing yet, in the place of plain ones."""
+    replace_experts(model, "MoeLcExperts", lambda experts: PackedExperts(experts.config, type(experts)))
 
 
 def experts_called(model: nn.Module, kind: str) -> list[str]:

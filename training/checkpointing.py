@@ -24,13 +24,13 @@ KEPT = frozenset(
 )
 
 
-def checkpoint_activations(model: PreTrainedModel, *, keep_attention: bool = True) -> None:
+def checkpoint_activations(model: PreTrainedModel, *, keep_attention: bool = True, random: bool = False) -> None:
     """From now on every layer of `model` keeps in a training forward its inputs and, `keep_attention`, what softmax
     attention gave. Layers that go through torch.compile decide for themselves: without it.
 
-    Nothing in a layer is random, so no state of a generator is looked at, which a CUDA graph could not.
+    Unless layers are `random` (dropout), no state of a generator is looked at, which a CUDA graph could not.
     """
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": random}
     if keep_attention:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     # The name that transformers is moving to, where it has it.

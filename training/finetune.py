@@ -14,6 +14,7 @@ from .prepare_chat import prepare_conversations
 from .pretrain import add_arguments, pretrain
 from .processes import Processes, processes
 from .recipe import Recipe, load_recipe
+from .start import model_config
 
 
 __all__ = ["add_arguments", "finetune", "run"]
@@ -37,6 +38,7 @@ def finetune(recipe: Recipe, ours: Processes) -> bool:
     """
     if not recipe.finetunes:
         raise ValueError("chat, adapter: expected one of them in fine-tuning, got a recipe for `moe-lc train`")
+    model_config(recipe)  # what does not fit the base is refused before conversations are read
     if recipe.chat.sources:
         on_first_rank(lambda: prepare_conversations(recipe), ours.host)
     return pretrain(recipe, ours)

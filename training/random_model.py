@@ -11,7 +11,7 @@ from ..configuration.configuration_moe_lc import MoeLcTextConfig
 from ..configuration.presets import load_preset
 from ..modeling_moe_lc import MoeLcForCausalLM
 from ..packed_experts import PackedExperts
-from ..quantizer_mxfp4 import replace_experts
+from ..quantizer_mxfp4 import make_room_for_packed_experts
 
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def build(
     with torch.device("meta"):
         model = MoeLcForCausalLM(config)
         if experts == PACKED:
-            replace_experts(model, "MoeLcExperts", lambda plain: PackedExperts(plain.config, type(plain)))
+            make_room_for_packed_experts(model)
         model.to(dtype)
         if lora is not None:
             add_lora(model, lora)

@@ -26,7 +26,8 @@ class ModelRecipe:
 
     `base`: a preset, a folder or a name on the Hub. `start`: "scratch" takes its configuration, "continue" its weights
     as well, which a preset does not have. `config`: fields of the configuration that replace those of `base`. `dtype`: of
-    the computation; the parameters are FP32 at least. `loss_chunk_size`: in tokens; null: all logits at once. `vision`:
+    the computation; the parameters are FP32 at least. `dequantize`: experts in MXFP4 become plain weights; false: they stay
+    packed and frozen beside an adapter. `loss_chunk_size`: in tokens; null: all logits at once. `vision`:
     fields of the vision tower's configuration that replace those of `base`; {}: none; null: the text model alone.
     `cuda_graphs`: each part of a step is launched as a whole; null: where one GPU trains on text and `compile` is off.
     """
@@ -36,6 +37,7 @@ class ModelRecipe:
     config: dict[str, Any] = field(default_factory=dict)
     vision: dict[str, Any] | None = None
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
+    dequantize: bool = True
     attn_implementation: str | None = None
     experts_implementation: str | None = None
     loss_chunk_size: int | None = 4096
@@ -74,10 +76,12 @@ class ChatRecipe:
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterRecipe:
-    """LoRA: W + alpha / r B A in place of W, where A and B alone are trained. `targets`: groups of `lora_targets`."""
+    """LoRA: W + alpha / r B A in place of W, where A and B alone are trained. `dropout`: share of the inputs of A that a
+    training step leaves out; not on experts and router. `targets`: groups of `lora_targets`."""
 
     r: int = 16
     alpha: float = 32.0
+    dropout: float = 0.0
     targets: tuple[str, ...] = ("attention", "experts")
 
 

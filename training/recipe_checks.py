@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from ..adapters import GROUPS
+from ..adapters import GROUPS, PARAMETERS
 from ..configuration.checks import check_router_balance
 from ..configuration.configuration_moe_lc import ROUTER_BALANCE_DEFAULTS, MoeLcTextConfig, MoeLcVisionConfig
 from ..configuration.presets import load_multimodal_preset, load_preset, multimodal_preset_names, preset_names
@@ -110,12 +110,22 @@ def _adapter(recipe: "Recipe") -> Iterator[str]:
     adapter, model = recipe.adapter, recipe.model
     if recipe.finetunes:
         yield from _expect(model.start == "continue", "model.start", "'continue' in fine-tuning", model.start)
+    if not model.dequantize:
+        alone = "true without an adapter, since packed experts are frozen"
+        yield from _expect(adapter is not None, "model.dequantize", alone, False)
+        implementation, packed = model.experts_implementation, "null, 'eager' or 'moe_lc_triton' with packed experts"
+        known = implementation in (None, "eager", "moe_lc_triton")
+        yield from _expect(known, "model.experts_implementation", packed, implementation)
     if adapter is None:
         return
     yield from _positive({"adapter.r": adapter.r, "adapter.alpha": adapter.alpha})
     yield from _expect(bool(adapter.targets), "adapter.targets", f"some of {', '.join(GROUPS)}", adapter.targets)
     for number, group in enumerate(adapter.targets):
         yield from _expect(group in GROUPS, f"adapter.targets.{number}", f"one of {', '.join(GROUPS)}", group)
+    dropout, without = adapter.dropout, " and ".join(group for group in PARAMETERS if group in adapter.targets)
+    yield from _expect(0 <= dropout < 1, "adapter.dropout", "at least 0 and below 1", dropout)
+    if dropout < 1:
+        yield from _expect(not (dropout and without), "adapter.dropout", f"0 on {without}", dropout)
     method, kind = recipe.balance.method, recipe.optimizer.kind
     kept = "'none' with an adapter, whose files do not hold the routers' biases"
     yield from _expect(method == "none", "router_balance.method", kept, method)

@@ -8,11 +8,12 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from ..adapters import add_lora, lora_targets
+from ..adapters import add_lora, freeze_packed_experts, lora_targets
 from ..configuration.configuration_moe_lc import MoeLcConfig, MoeLcTextConfig
 from ..configuration.presets import load_multimodal_preset, load_preset, preset_names
 from ..modeling_moe_lc import MoeLcDecoderLayer, MoeLcForCausalLM
 from ..modeling_moe_lc_vl import MoeLcForConditionalGeneration
+from ..quantizer_mxfp4 import MoeLcMxfp4Config, make_room_for_packed_experts
 from .checkpointing import checkpoint_activations
 from .low_precision import LowPrecision
 from .optim import adamw, initialise, muon
@@ -31,7 +32,7 @@ def model_config(recipe: Recipe) -> Config:
     """The configuration of the base with the recipe's fields in place of its own.
 
     Raises:
-        ValueError: fields that do not fit together.
+        ValueError: fields that do not fit together; a base without experts in MXFP4 where these are to stay packed.
     """
     base, overrides = recipe.model.base, recipe.config_overrides
     config: Config
@@ -41,6 +42,11 @@ def model_config(recipe: Recipe) -> Config:
         config = load_preset(base, **overrides)
     else:
         config = MoeLcTextConfig.from_pretrained(base, **overrides)
+    if not recipe.model.dequantize and config.get_text_config().expert_quantization is None:
+        raise ValueError(
+            f"model.dequantize: expected true for {base}, whose experts are not in MXFP4 "
+            f"(`moe-lc convert {base} OUT --dtype mxfp4` makes a base whose experts are), got False"
+        )
     if recipe.model.attn_implementation is not None:
         config._attn_implementation = recipe.model.attn_implementation
     if recipe.model.experts_implementation is not None:
@@ -68,14 +74,17 @@ def build_model(recipe: Recipe, config: Config, processes: Processes) -> Model:
     dtype = DTYPES[recipe.model.dtype]
     with torch.device("meta"), _default_dtype(_begun_with(recipe)):
         model = model_class(config)(config)
+        if not recipe.model.dequantize:
+            make_room_for_packed_experts(model)
     _adapt(model, recipe)
+    freeze_packed_experts(model)
     if processes.count > 1:
         shard(model, processes.mesh(1)["data"], dtype)
     model.to_empty(device=processes.device)
     model.tie_weights()
     _zero_counters(model)
     if recipe.model.activation_checkpointing:
-        checkpoint_activations(model, keep_attention=not recipe.model.compile)
+        checkpoint_activations(model, keep_attention=not recipe.model.compile, random=_has_dropout(recipe))
     if recipe.model.compile:
         torch._dynamo.config.recompile_limit = COMPILED_VARIANTS
         for layer in model.modules():
@@ -103,15 +112,17 @@ def use_graphs(recipe: Recipe, processes: Processes, *, pictures: bool) -> bool:
     """Whether the parts of a step become CUDA graphs.
 
     Raises:
-        ValueError: they were asked for, but another device, pictures or context parallelism do not allow it.
+        ValueError: they were asked for, but another device, pictures, context parallelism or dropout do not allow it.
     """
     wanted, device = recipe.model.cuda_graphs, processes.device.type
     shared = any(stage.context_parallel > 1 for stage in recipe.stages)
-    possible = device == "cuda" and not pictures and not shared
+    random = _has_dropout(recipe)
+    possible = device == "cuda" and not pictures and not shared and not random
     if wanted and not possible:
-        got = [device, *["pictures"] * pictures, *["context parallelism"] * shared]
+        got = [device, *["pictures"] * pictures, *["context parallelism"] * shared, *["dropout"] * random]
         raise ValueError(
-            f"model.cuda_graphs: expected a CUDA device, text, and a sequence on one GPU, got {', '.join(got)}"
+            "model.cuda_graphs: expected a CUDA device, text, a sequence on one GPU and no dropout, "
+            f"got {', '.join(got)}"
         )
     return possible and processes.count == 1 and not recipe.model.compile if wanted is None else wanted
 
@@ -137,6 +148,10 @@ def _stored(recipe: Recipe) -> torch.dtype:
     return torch.promote_types(DTYPES[recipe.model.dtype], torch.float32)
 
 
+def _has_dropout(recipe: Recipe) -> bool:
+    return recipe.adapter is not None and recipe.adapter.dropout > 0
+
+
 def _begun_with(recipe: Recipe) -> torch.dtype:
     """Of the model before an adapter is put on it."""
     return _stored(recipe) if recipe.adapter is None else DTYPES[recipe.model.dtype]
@@ -151,15 +166,26 @@ def _adapt(model: Model, recipe: Recipe) -> None:
 
     torch.manual_seed(recipe.seed)
     targets = lora_targets(*settings.targets, config=model.config)
-    config = LoraConfig(r=settings.r, lora_alpha=settings.alpha, task_type="CAUSAL_LM", **targets)
+    config = LoraConfig(
+        r=settings.r,
+        lora_alpha=settings.alpha,
+        lora_dropout=settings.dropout,
+        task_type="CAUSAL_LM",
+        **targets,
+    )
     add_lora(model, config)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(_stored(recipe))  # packed experts have no dtype that PEFT could take
     config.base_model_name_or_path = recipe.model.base  # PEFT knows it of models that were loaded, not built
 
 
 def _whole(recipe: Recipe, config: Config) -> Model:
     """On the CPU of one process."""
     if recipe.model.start == "continue":
-        return model_class(config).from_pretrained(recipe.model.base, config=config, dtype=_begun_with(recipe))
+        packed = {} if recipe.model.dequantize else {"quantization_config": MoeLcMxfp4Config(dequantize=False)}
+        kind, dtype = model_class(config), _begun_with(recipe)
+        return kind.from_pretrained(recipe.model.base, config=config, dtype=dtype, **packed)
     torch.manual_seed(recipe.seed)
     with _default_dtype(_stored(recipe)):
         model = model_class(config)(config)

@@ -43,10 +43,10 @@ def tokenizer():
     return train_tokenizer([*texts, 'message role="assistant" user response think system'], 300, 1 << 20)
 
 
-def make(folder: Path) -> Path:
-    """Writes all of it; returns the path of the recipe."""
+def make(folder: Path, **config) -> Path:
+    """Writes all of it, with `config` in place of fields of the preset; returns the path of the recipe."""
     torch.manual_seed(0)
-    model = MoeLcForCausalLM(load_preset("tiny"))
+    model = MoeLcForCausalLM(load_preset("tiny", **config))
     for layer in model.model.layers[1:]:
         torch.nn.init.normal_(layer.block_sparse_moe.gate.e_score_correction_bias, std=0.01)
     model.save_pretrained(folder / "base")

@@ -189,6 +189,24 @@ def test_a_run_that_stops_twice_is_the_same_run(run, call, tmp_path):
     assert logs[0] == logs[1]
 
 
+def test_dropout_on_linear_layers(call, tmp_path):
+    """A run that stopped, and computed activations again, is the same run to the bit."""
+    linear = ("--adapter.targets", "attention", "shared_experts", "--stages.0.tokens=1024")
+    dropout, again = "--adapter.dropout=0.3", "--model.activation_checkpointing=true"
+    assert call(tmp_path / "without", *linear) == 0
+    assert call(tmp_path / "whole", *linear, dropout) == 0
+    assert call(tmp_path / "stopped", *linear, dropout, again, "--limits.max_minutes=1e-9") == 0
+    assert call(tmp_path / "stopped", *linear, dropout, again) == 0
+    without, whole, stopped = (
+        load_file(tmp_path / name / "adapter" / "adapter_model.safetensors")
+        for name in ("without", "whole", "stopped")
+    )
+    assert any(not torch.equal(without[name], tensor) for name, tensor in whole.items())
+    torch.testing.assert_close(stopped, whole, rtol=0, atol=0)
+    config = json.loads((tmp_path / "whole" / "adapter" / "adapter_config.json").read_text())
+    assert config["lora_dropout"] == 0.3
+
+
 def test_text_may_be_mixed_in_and_bf16_learns(call, folder, tmp_path):
     texts = tmp_path / "texts"
     texts.mkdir()
@@ -216,7 +234,11 @@ def test_text_may_be_mixed_in_and_bf16_learns(call, folder, tmp_path):
     "overrides, message",
     (
         (["--adapter.targets", "atention"], "adapter.targets.0: expected one of attention, kda,"),
-        (["--adapter.lora_dropout=0.1"], "adapter.lora_dropout: expected one of the fields r, alpha, targets"),
+        (["--adapter.lora_dropout=0.1"], "adapter.lora_dropout: expected one of the fields r, alpha, dropout, targets"),
+        (["--adapter.use_dora=true"], "adapter.use_dora: expected one of the fields r, alpha, dropout, targets"),
+        (["--adapter.dropout=1"], "adapter.dropout: expected at least 0 and below 1, got 1.0"),
+        (["--adapter.dropout=0.1"], "adapter.dropout: expected 0 on experts and router, got 0.1"),
+        (["--adapter.dropout=0.1", "--adapter.targets", "attention", "router"], "adapter.dropout: expected 0 on router, got 0.1"),
         (["--adapter.r=0"], "adapter.r: expected more than 0, got 0"),
         (["--optimizer.kind=muon"], "optimizer.kind: expected 'adamw' with an adapter, got 'muon'"),
         (["--router_balance.method=sign"], "router_balance.method: expected 'none' with an adapter, whose files"),
