@@ -66,7 +66,7 @@ $(PEERS)/llama_cpp/.installed: tests/peers/requirements-llama-cpp.txt constraint
 	    -d $(@D)/source "$$(grep ^llama-cpp-python $<)"
 	tar -xzf $(@D)/source/*.tar.gz -C $(@D)/source --strip-components 1
 	CMAKE_ARGS="-DLLAVA_BUILD=OFF -DLLAMA_OPENSSL=OFF" $(@D)/bin/python -m pip install --no-input \
-	    --disable-pip-version-check --no-binary llama-cpp-python -f $(@D)/source -c constraints.txt -r $<
+	    --disable-pip-version-check $(@D)/source/*.tar.gz -c constraints.txt -r $<
 	touch $@
 
 test-peers: $(VENV) $(PEERS)/mlx_lm/.installed $(PEERS)/llama_cpp/.installed
@@ -96,7 +96,7 @@ lint: $(VENV)
 
 # A stale build/lib would put deleted files into the wheel.
 wheel: $(VENV)
-	rm -rf build dist
+	rm -rf build/lib build/bdist.* dist
 	$(PY) -m pip wheel --disable-pip-version-check --no-deps --no-build-isolation -w dist .
 
 clean:
