@@ -52,7 +52,7 @@ COMMANDS = {
         "fine-tune a model on conversations, whole or by a LoRA adapter, from a recipe",
     ),
     "plot": (f"{PACKAGE}.training.plot", "draw the log of a run, finished or not, as one PNG"),
-    "bench": (f"{PACKAGE}.training.bench", "measure an operator on this GPU beside other implementations"),
+    "bench": (f"{PACKAGE}.training.bench", "measure an operator, a layer, training, generation or LoRA on this GPU"),
 }
 
 
