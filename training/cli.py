@@ -56,6 +56,16 @@ COMMANDS = {
 }
 
 
+# What not everyone has installed: a module, and the extra of this package that brings it.
+EXTRAS = {
+    **dict.fromkeys(("accelerate", "datasets", "matplotlib", "pyarrow", "tokenizers", "tqdm", "yaml"), "train"),
+    "peft": "peft",
+    "triton": "triton",
+    "trl": "rl",
+    "sklearn": "dev",
+}
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The top-level parser: a command, and whatever that command's own parser will read."""
     listing = "\n".join(f"  {name:20} {help_text}" for name, (_, help_text) in COMMANDS.items())
@@ -71,25 +81,37 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command and returns its exit code. A ValueError that this package raised is the user's to mend: it is
-    printed without a traceback, with exit code 2."""
+    """Runs one command and returns its exit code. What is the user's to mend is printed without a traceback, with exit
+    code 2: a ValueError that this package raised, a file that the system refuses, a package that an extra installs."""
     chosen = build_parser().parse_args(argv)
     module_name, help_text = COMMANDS[chosen.command]
-    module = importlib.import_module(module_name)
-    parser = argparse.ArgumentParser(prog=f"moe-lc {chosen.command}", description=help_text)
-    module.add_arguments(parser)
-    args = parser.parse_args(chosen.arguments)
     try:
-        return module.run(args) or 0
-    except ValueError as error:
-        frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-        if frames[-1].partition(".")[0] != PACKAGE:
+        module = importlib.import_module(module_name)
+        parser = argparse.ArgumentParser(prog=f"moe-lc {chosen.command}", description=help_text)
+        module.add_arguments(parser)
+        return module.run(parser.parse_args(chosen.arguments)) or 0
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        message = _to_mend(error)
+        if message is None:
             raise
-        print(f"moe-lc: error: {error}", file=sys.stderr)
+        print(f"moe-lc: error: {message}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("moe-lc: interrupted", file=sys.stderr)
         return 130
+
+
+def _to_mend(error: Exception) -> str | None:
+    """What to tell the user; None where the error is not theirs."""
+    match error:
+        case ModuleNotFoundError():
+            missing = (error.name or "").partition(".")[0]
+            extra = EXTRAS.get(missing)
+            return extra and f"this needs {missing}: pip install '{PACKAGE}[{extra}]'"
+        case OSError():
+            return None if error.filename is None else f"{error.filename}: {error.strerror or error}"
+    frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return str(error) if frames[-1].partition(".")[0] == PACKAGE else None
 
 
 if __name__ == "__main__":

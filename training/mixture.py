@@ -84,7 +84,8 @@ class PackedShards(Sequence[Pack]):
                 f"sequence_length: expected more than the {len(self._prefix)} tokens of the prefix, got {sequence_length}"
             )
         if not len(shards):
-            raise ValueError(f"{shards.folder}: expected documents in the split {shards.split!r}, got none")
+            more = " (prepare again with a larger --validation-share)" if shards.split == "validation" else ""
+            raise ValueError(f"{shards.folder}: expected documents in the split {shards.split!r}, got none{more}")
 
     def __len__(self) -> int:
         return len(self._plan[2]) - 1

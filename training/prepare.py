@@ -11,10 +11,12 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
+import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
@@ -41,6 +43,7 @@ from .tokenizer import encode_documents, tokenizer_facts, train_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+DIGEST = re.compile("[0-9a-f]{64}")
 JOURNAL, TOKENIZER, SPLITS = "journal.jsonl", "tokenizer", ("train", "validation")
 BATCH = 1 << 18  # characters that go to a worker at once
 LONGEST_CONTEXT = 1 << 20  # what a tokenizer that is trained here says of its model
@@ -101,11 +104,11 @@ class Journal:
     Raises ValueError if the folder was begun with other settings, or a finished shard is no longer what it was.
     """
 
-    def __init__(self, folder: Path, settings: dict[str, Any]):
+    def __init__(self, folder: Path, settings: dict[str, Any], elsewhere: str = "another --out"):
         self.path = folder / JOURNAL
         whole = [line for line in self._lines() if line.endswith(b"\n")]
         if whole:
-            check_settings(folder, json.loads(whole[0]), settings)
+            check_settings(folder, json.loads(whole[0]), settings, elsewhere)
         else:
             whole = [_line(settings)]
         write_atomically(self.path, b"".join(whole))
@@ -303,6 +306,18 @@ def _finish(out: Path, journal: Journal, settings: dict[str, Any], facts: dict[s
                 f"  up to {row['up_to']:>10,} tokens: {row['documents']:>11,} documents, {row['tokens']:>15,} tokens"
             )
     print(f"wrote {out}")
+    warn_without_validation(splits, settings["validation_share"])
+
+
+def warn_without_validation(splits: Mapping[str, Mapping[str, Any]], share: float) -> None:
+    """Says on stderr if a share above 0 was asked for and no name fell into it."""
+    training, validation = (splits[split]["documents"] for split in SPLITS)
+    if share > 0 and not validation:
+        print(
+            f"warning: none of the {training:,} documents is held out, and `moe-lc train` needs some: "
+            f"prepare again with a larger --validation-share than {share} and another --out",
+            file=sys.stderr,
+        )
 
 
 def _split(out: Path, journal: Journal, split: str) -> dict[str, Any]:
@@ -334,11 +349,18 @@ def _settings(args: argparse.Namespace, items: Sequence[Item]) -> dict[str, Any]
     return {**kept, "files": digest.hexdigest()}
 
 
-def check_settings(folder: Path, begun: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Raises ValueError, naming the first, if `settings` are not those that `folder` was `begun` with."""
+def check_settings(
+    folder: Path, begun: dict[str, Any], settings: dict[str, Any], elsewhere: str = "another --out"
+) -> None:
+    """Raises ValueError, naming the first, if `settings` are not those that `folder` was `begun` with; `elsewhere` is what
+    would have to be given to write other data beside it."""
     for name, value in settings.items():
-        if begun.get(name) != value:
-            raise ValueError(f"{name}: expected {begun.get(name)!r}, with which {folder} was begun, got {value!r}")
+        known = begun.get(name)
+        if known != value:
+            differ = f"expected {known!r}, with which {folder} was begun, got {value!r}"
+            if DIGEST.fullmatch(str(known)) or DIGEST.fullmatch(str(value)):
+                differ = f"expected what {folder} was begun with, got something else"
+            raise ValueError(f"{name}: {differ} (give {elsewhere}, or delete {folder})")
 
 
 def _line(content: dict[str, Any]) -> bytes:

@@ -44,32 +44,34 @@ def prepare_conversations(recipe: Recipe) -> None:
         stages = [stage for stage in recipe.stages if stage.mixture is None or name in stage.mixture]
         longest = min((stage.sequence_length for stage in stages), default=None)
         if longest is not None:
-            _prepare(Path(recipe.data.folders[name]), source, longest, recipe)
+            _prepare(name, source, longest, recipe)
 
 
-def _prepare(out: Path, source: str, longest: int, recipe: Recipe) -> None:
+def _prepare(name: str, source: str, longest: int, recipe: Recipe) -> None:
+    out, elsewhere = Path(recipe.data.folders[name]), f"another --data.folders.{name} FOLDER"
     items = list_items([source], READING)
     tokenizer = _tokenizer(recipe)
     settings = _settings(recipe, items, tokenizer, longest)
     if (out / MANIFEST).exists():
-        return check_settings(out, read_manifest(out)["settings"], settings)
+        return check_settings(out, read_manifest(out)["settings"], settings, elsewhere)
     encoder = ChatEncoder(tokenizer, recipe.chat.variables)
     facts = tokenizer_facts(tokenizer)
     for split in SPLITS:
         (out / split).mkdir(parents=True, exist_ok=True)
-    journal = Journal(out, settings)
+    journal = Journal(out, settings, elsewhere)
     if not (out / TOKENIZER).exists():
         tokenizer.save_pretrained(out / f".{TOKENIZER}.partial")
         (out / f".{TOKENIZER}.partial").rename(out / TOKENIZER)
     _write_shards(out, journal, items, encoder, token_dtype(facts["vocab_size"]), recipe, longest)
     splits = {split: _split(journal, split) for split in SPLITS}
     counts = sum((collections.Counter(entry["counts"]) for entry in journal.entries), collections.Counter())
-    for split, share in zip(SPLITS, ("below 1", "more"), strict=True):
+    for split, share, other in zip(SPLITS, ("less", "more"), ("smaller", "larger"), strict=True):
         if not splits[split]["documents"]:
             shutil.rmtree(out)
-            got = f"{recipe.chat.validation_share} of {sum(one['documents'] for one in splits.values())}"
+            got = f"{recipe.chat.validation_share} of {sum(one['documents'] for one in splits.values())} conversations"
             raise ValueError(
-                f"chat.validation_share: expected {share}, with conversations in the {split} split of {source}, got {got}"
+                f"chat.validation_share: expected {share}, with conversations in the {split} split of {source}, "
+                f"got {got} (give --chat.validation_share a {other} number)"
             )
     write_manifest(out, {"settings": settings, "tokenizer": facts, "sources": {source: counts}, "splits": splits})
     journal.path.unlink()

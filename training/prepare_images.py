@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from .corpus import is_held_out
 from .media_shards import PICTURES, Pictures, StoredDocument, as_json, write_media_shard
-from .prepare import LONGEST_CONTEXT, SPLITS, TOKENIZER, Journal, check_settings
+from .prepare import LONGEST_CONTEXT, SPLITS, TOKENIZER, Journal, check_settings, warn_without_validation
 from .shards import MANIFEST, read_manifest, token_dtype, write_manifest
 from .tokenizer import tokenizer_facts, train_tokenizer
 
@@ -133,6 +133,7 @@ def prepare(
     for split, content in splits.items():
         print(f"{split}: {content['documents']:,} documents, {content['tokens']:,} tokens")
     print(f"wrote {out}")
+    warn_without_validation(splits, settings.get("validation_share", 0.0))
 
 
 def _kept_processor(folder: Path, make: Callable[[], "MoeLcProcessor"]) -> "MoeLcProcessor":

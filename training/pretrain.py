@@ -32,7 +32,7 @@ from .processes import Processes, processes
 from .recipe import Recipe, load_recipe, recipe_text
 from .recipe_file import build
 from .recipe_resume import forbidden_changes
-from .run_log import STAGE, STEP, VALIDATION, RunLog, read_log, records_of
+from .run_log import LOG, STAGE, STEP, VALIDATION, RunLog, read_log, records_of
 from .shards import write_atomically
 from .start import (
     Config,
@@ -71,8 +71,6 @@ def pretrain(recipe: Recipe, ours: Processes) -> bool:
     Raises:
         ValueError: what does not fit these processes, the data, or the run that the folder holds; nothing is done then.
     """
-    if ours.is_main:
-        print(recipe_text(recipe), flush=True)
     run = Run(recipe, ours)
     finished = run.train()
     run.parts.forget()
@@ -100,9 +98,14 @@ class Run:
         self.checkpointer = Checkpointer(recipe.checkpoint_folder, keep=recipe.checkpoints.keep, seed=recipe.seed)
         latest = self.checkpointer.latest()
         past = {"step": 0, "tokens": 0} if latest is None else self._checked_past(latest)
+        self.folder, self.step = Path(recipe.output_dir), past["step"]
 
         self.model = build_model(recipe, config, ours)
         self.optimizer = start_optimizer(recipe, self.model)
+        if ours.is_main:
+            self.folder.mkdir(parents=True, exist_ok=True)  # what cannot be made is known before weights are loaded
+            if not self._has_all_steps:
+                print(recipe_text(recipe), flush=True)
         if latest is None or is_partly_frozen(self.model):
             fill_model(self.model, recipe, ours)
         if latest is not None:
@@ -111,7 +114,6 @@ class Run:
         self.precision.refresh()
         clip_norm = recipe.optimizer.clip_norm
         self.parts = Step(self.model, self.optimizer, ours, self.precision, clip_norm=clip_norm, graphs=self.graphs)
-        self.step = past["step"]
         self.seen = past["tokens"] if ours.is_main else 0  # by this process, in tokens; the past is the main one's
         self._open_folder(past["tokens"])
 
@@ -128,19 +130,23 @@ class Run:
             print(f"going on from {checkpoint}", flush=True)
         return past
 
+    @property
+    def _has_all_steps(self) -> bool:
+        return self.step == self.recipe.ends[-1]
+
     def _open_folder(self, tokens: int) -> None:
+        """Of a run that has all its steps, the recipe stays what they were done by."""
         recipe, ours = self.recipe, self.ours
-        self.folder = Path(recipe.output_dir)
         self.log = RunLog(
             self.folder,
             total_tokens=sum(steps * recipe.step_tokens(stage) for stage, steps in enumerate(recipe.steps)),
             step=self.step,
             tokens=tokens,
-            trackers=recipe.logging.trackers,
+            trackers=() if self._is_over() else recipe.logging.trackers,
             settings={"recipe": recipe_text(recipe)},
             is_main=ours.is_main,
         )
-        if ours.is_main:
+        if ours.is_main and not (self._has_all_steps and (self.folder / RECIPE).exists()):
             write_atomically(self.folder / RECIPE, recipe_text(recipe).encode())
         known = records_of(read_log(self.folder), STEP) if ours.is_main else []
         self.spikes = SpikeDetector(record["loss"] for record in known)
@@ -153,7 +159,12 @@ class Run:
             for stage, end in enumerate(self.recipe.ends):
                 if self.step <= end and not self._stage(stage, interrupt):
                     return False
-        return True
+            return not interrupt.requested()
+
+    def _is_over(self) -> bool:
+        """Whether nothing is left to do or to log; known to the main process."""
+        records = read_log(self.folder) if (self.folder / LOG).exists() else []
+        return self._has_all_steps and any(one["step"] == self.step for one in records_of(records, STAGE))
 
     def _stage(self, stage: int, interrupt: Interruptible) -> bool:
         """Goes on to the end of a stage; False: to a stop before."""
@@ -181,6 +192,8 @@ class Run:
                     return False
                 self._validate_if_due(stage, batches)
         self.parts.forget()  # other shapes follow
+        if interrupt.requested():  # during the validation, which takes minutes
+            return False
         self._end_stage(stage)
         return True
 
@@ -216,7 +229,7 @@ class Run:
     def _validate_if_due(self, stage: int, batches: Batches) -> None:
         due = self.step == self.recipe.ends[stage] or _every(self.recipe.logging.evaluate_every_steps, self.step)
         if due:
-            with self.meter.paused(), self.precision.computing():
+            with self.meter.paused(), self.precision.computing(), self.log.busy("validating"):
                 data = self.held_out[stage]
                 losses = validation_losses(self.model, self.recipe, stage, data, batches, self.ours)
             self._log(VALIDATION, stage, losses)
@@ -241,7 +254,7 @@ class Run:
         settings, texts = self.recipe.stages[stage], long_texts(self.recipe, stage)
         with self.meter.paused(), torch.compiler.set_stance("force_eager"):
             self._save_model(self.folder / MODELS / settings.name)
-            with self.precision.computing():
+            with self.precision.computing(), self.log.busy("validating long texts"):
                 by_position = loss_by_position(self.model, texts, settings.sequence_length) if texts else None
         self._log(STAGE, stage, {"by_position": by_position})
 

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 from ..adapters import GROUPS, PARAMETERS
 from ..configuration.checks import check_router_balance
 from ..configuration.configuration_moe_lc import ROUTER_BALANCE_DEFAULTS, MoeLcTextConfig, MoeLcVisionConfig
-from ..configuration.presets import load_multimodal_preset, load_preset, multimodal_preset_names, preset_names
+from ..configuration.presets import (
+    load_multimodal_preset,
+    load_preset,
+    multimodal_preset_names,
+    preset_names,
+    unknown_fields,
+)
 
 
 if TYPE_CHECKING:
@@ -199,16 +205,16 @@ def _stage(recipe: "Recipe", name: str, stage: "Stage") -> Iterator[str]:
 
 def _model(recipe: "Recipe") -> Iterator[str]:
     model = recipe.model
-    known = {field.name for field in dataclasses.fields(MoeLcTextConfig)}
+    unknown = unknown_fields(MoeLcTextConfig, model.config)
     for name, value in model.config.items():
         if name in ELSEWHERE:
             yield f"model.config.{name}: expected in {ELSEWHERE[name]}, got {value!r}"
-        elif name not in known:
+        elif name in unknown:
             yield f"model.config.{name}: expected a field of the configuration, got an unknown one"
     preset = model.base in preset_names()
     if preset and model.start == "continue":
         yield f"model.start: expected 'scratch' for the preset {model.base!r}, which has no weights, got 'continue'"
-    if preset and known.issuperset(model.config) and not ELSEWHERE.keys() & model.config:
+    if preset and not unknown and not ELSEWHERE.keys() & model.config:
         try:
             load_preset(model.base, **recipe.config_overrides)
         except ValueError as error:
@@ -221,13 +227,13 @@ def _vision(recipe: "Recipe") -> Iterator[str]:
     model = recipe.model
     if model.vision is None:
         return
-    known = {field.name for field in dataclasses.fields(MoeLcVisionConfig)}
-    for name in sorted(model.vision.keys() - known):
+    unknown = unknown_fields(MoeLcVisionConfig, model.vision)
+    for name in sorted(unknown):
         yield f"model.vision.{name}: expected a field of the tower's configuration, got an unknown one"
     towers = multimodal_preset_names()
     if model.base not in towers:
         yield f"model.vision: expected null for the preset {model.base!r}, since only {', '.join(towers)} have a tower"
-    elif known.issuperset(model.vision):
+    elif not unknown:
         try:
             load_multimodal_preset(model.base, vision_config=model.vision, **recipe.config_overrides)
         except ValueError as error:

@@ -1,5 +1,6 @@
 """The log of a run: a file of JSON lines, a progress bar, and any tracker that Accelerate knows by name."""
 
+import contextlib
 import json
 import math
 import os
@@ -96,6 +97,15 @@ class RunLog:
         if kind == STEP:
             self._show(step, tokens, numbers)
 
+    @contextlib.contextmanager
+    def busy(self, what: str) -> Iterator[None]:
+        """The progress bar, which stands still inside, says `what` goes on."""
+        if self.is_main:
+            self.bar.set_description(what)
+        yield
+        if self.is_main:
+            self.bar.set_description()
+
     def _show(self, step: int, tokens: int, numbers: dict[str, Any]) -> None:
         shown = {"loss": f"{numbers['loss']:.3f}", "tok/s": f"{numbers['tokens_per_second']:,.0f}"}
         if "mfu" in numbers:
@@ -116,13 +126,15 @@ class RunLog:
 
 
 def drop_after(folder: Path, step: int) -> None:
-    """Keeps the lines up to `step` of the log in `folder`, all or nothing; there may be no log yet."""
+    """Keeps the lines up to `step` of the log in `folder`, all or nothing; there may be no log yet, or nothing to drop."""
     if not (folder / LOG).exists():
         return
-    kept = [record for record in read_log(folder) if record["step"] <= step]
+    kept = "".join(json.dumps(record) + "\n" for record in read_log(folder) if record["step"] <= step)
+    if kept.encode() == (folder / LOG).read_bytes():
+        return
     new = folder / f"{LOG}.new"
     with new.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(record) + "\n" for record in kept)
+        file.write(kept)
         file.flush()
         os.fsync(file.fileno())
     new.replace(folder / LOG)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from modeling_moe_lc.configuration.configuration_moe_lc import MoeLcTextConfig
-from modeling_moe_lc.configuration.presets import load_preset, preset_names
+from modeling_moe_lc.configuration.presets import load_multimodal_preset, load_preset, preset_names
 
 
 WRONG = [
@@ -90,6 +90,18 @@ def test_preset_survives_a_round_trip(name, tmp_path):
 def test_unknown_preset_names_the_known_ones():
     with pytest.raises(ValueError, match="kimi-k3"):
         load_preset("kimi-k4")
+
+
+@pytest.mark.parametrize("load", (load_preset, load_multimodal_preset))
+def test_fields_that_there_are_not_are_named(load):
+    with pytest.raises(ValueError, match="hidden_sizee: expected a field of the configuration, got an unknown one"):
+        load("tiny", hidden_sizee=3)
+    assert load("tiny", attn_implementation="eager", mlp_bias=False)._attn_implementation in ("eager", None)
+
+
+def test_fields_that_a_tower_has_not_are_named():
+    with pytest.raises(ValueError, match="vision_config.patch_sizee: expected a field"):
+        load_multimodal_preset("tiny", vision_config={"patch_sizee": 14})
 
 
 def test_released_folder_tells_its_layout(tmp_path):

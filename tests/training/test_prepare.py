@@ -9,6 +9,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import signal
 import threading
 from pathlib import Path
@@ -163,8 +164,20 @@ def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(whole, c
     assert main(arguments(corpus, whole)) == 0
     assert "is complete" in capsys.readouterr().out
     assert main([*arguments(corpus, whole), "--text-field", "content"]) == 2
-    assert "text_field: expected 'text', with which" in capsys.readouterr().err
+    message = "text_field: expected 'text', with which"
+    error = capsys.readouterr().err
+    assert message in error and f"another --out, or delete {whole}" in error
     assert files_of(whole) == before
+
+
+def test_a_share_that_holds_nothing_out_is_named(tmp_path, capsys):
+    for number in range(4):
+        (tmp_path / f"part_{number}.py").write_text("pass\n")
+    for share, said in (("1e-9", True), ("0", False)):
+        assert main([*arguments(tmp_path, tmp_path / share), "--validation-share", share]) == 0
+        warning = "none of the 4 documents is held out"
+        error = capsys.readouterr().err
+        assert (warning in error) == said == ("--validation-share" in error)
 
 
 def test_a_resumed_run_refuses_other_files_and_a_truncated_shard(corpus, tmp_path, monkeypatch, capsys):
@@ -177,7 +190,9 @@ def test_a_resumed_run_refuses_other_files_and_a_truncated_shard(corpus, tmp_pat
         assert main(arguments(source, out)) == 0
     (source / "new.py").write_text("pass\n")
     assert main(arguments(source, out)) == 2
-    assert "files: expected" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"files: expected what {out} was begun with, got something else" in error
+    assert not re.search("[0-9a-f]{64}", error)
     (source / "new.py").unlink()
     shard = out / "train" / "00001.tokens"
     shard.write_bytes(shard.read_bytes()[:-2])

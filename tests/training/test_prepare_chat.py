@@ -209,7 +209,9 @@ def test_changed_sources_are_noticed(recipe, tmp_path):
     prepare_conversations(recipe)
     text = (tmp_path / "chat.jsonl").read_text()
     (tmp_path / "chat.jsonl").write_text(text.replace("and back", "AND BACK"))
-    with pytest.raises(ValueError, match="files: expected .*, with which .*data was begun, got"):
+    with pytest.raises(
+        ValueError, match="files: expected what .*data was begun with, got .*--data.folders.chat FOLDER"
+    ):
         prepare_conversations(recipe)
 
 
@@ -217,6 +219,7 @@ def test_few_conversations_need_a_larger_share(recipe, tmp_path):
     recipe = recipe()
     (tmp_path / "chat.jsonl").write_text((tmp_path / "chat.jsonl").read_text().splitlines()[0])
     with pytest.raises(
-        ValueError, match="chat.validation_share: expected (more|below 1), with conversations in the .* got 0.2 of 1"
+        ValueError,
+        match="chat.validation_share: expected (more|less), with conversations in the .* got 0.2 of 1 .*give --chat.validation_share",
     ):
         prepare_conversations(recipe)

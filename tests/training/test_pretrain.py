@@ -162,12 +162,24 @@ def test_tokens_are_those_that_were_read(whole):
     assert [record["step_tokens"] for record in steps] == read
 
 
-def test_a_finished_run_stays_as_it_is(whole, call):
-    before = {path: path.stat().st_mtime_ns for path in (whole / "models").rglob("*")}
-    log = read_log(whole)
-    assert call(whole) == 0
-    assert read_log(whole) == log
-    assert {path: path.stat().st_mtime_ns for path in (whole / "models").rglob("*")} == before
+def test_a_finished_run_stays_as_it_is(whole, call, tmp_path, capsys):
+    """What its recipe says is what it was trained with, whatever the same command says afterwards."""
+    shutil.copytree(whole, tmp_path / "run")
+    before = {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in (tmp_path / "run").rglob("*")}
+    assert call(tmp_path / "run", "--optimizer.learning_rate", "3", "--output_dir", str(tmp_path / "run")) == 0
+    assert f"{LAST} of {LAST} steps: the run is complete" in capsys.readouterr().out
+    assert {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in (tmp_path / "run").rglob("*")} == before
+
+
+def test_the_recipe_is_shown_once_it_has_been_checked(call, tmp_path, capsys):
+    assert call(tmp_path / "run", "--data.folders.python=nowhere") == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_a_folder_that_cannot_be_made_is_named_before_anything_is_built(call, tmp_path, capsys, unbuilt):
+    (tmp_path / "file").write_text("")
+    assert call(tmp_path / "file" / "run") == 2
+    assert f"moe-lc: error: {tmp_path / 'file' / 'run'}" in capsys.readouterr().err
 
 
 def start(recipe: Path, out: Path) -> subprocess.Popen:
@@ -345,7 +357,7 @@ def unbuilt(monkeypatch):
         ("--model.cuda_graphs=true", "model.cuda_graphs: expected a CUDA device, text, a sequence on one GPU and no dropout, got cpu"),
         ("--data.folders.python=nowhere", "expected a folder that `moe-lc prepare` has finished, got 'nowhere'"),
         ("--data.validation_split=test", "split: expected one of 'train', 'validation', got 'test'"),
-        ("--data.folders.python=nothing_held_out", "expected documents in the split 'validation', got none"),
+        ("--data.folders.python=nothing_held_out", "expected documents in the split 'validation', got none (prepare again with a larger --validation-share"),
     ),
 )  # fmt: skip
 def test_refused_before_anything_is_built(recipe, call, tmp_path, capsys, unbuilt, monkeypatch, overrides, message):
