@@ -15,6 +15,7 @@ from .checks import (
     check_router_balance,
     check_sizes,
     check_vision,
+    expect,
     strict_errors_as_value_errors,
 )
 from .expert_quantization import QUANT_METHOD, ReleasedQuantization, check_expert_quantization, moved_into
@@ -355,19 +356,29 @@ class MoeLcConfig(ReleasedQuantization, PreTrainedConfig):
 
 
 class KimiK3Config(MoeLcConfig):
-    """The key under which Auto classes find a released K3 `config.json`; what they read is a [`MoeLcConfig`]."""
+    """The key under which Auto classes find a K3 `config.json`.
+
+    What they read is a [`MoeLcConfig`], or without a `vision_config` a [`MoeLcTextConfig`].
+    """
 
     model_type = "kimi_k3"
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
+        if config_dict.get("vision_config") is None:
+            return MoeLcTextConfig.from_dict(released_text_config(config_dict), **kwargs)
         return MoeLcConfig.from_dict(config_dict, **kwargs)
 
 
 def released_config(config_dict: dict[str, Any]) -> dict[str, Any]:
-    """The config dict of a released K3 checkpoint in our model types; any other dict as it is."""
+    """The config dict of a released K3 checkpoint in our model types; any other dict as it is.
+
+    Raises `ValueError` where the checkpoint is a text model: no tower stands in its files.
+    """
     if config_dict.get("model_type") != KimiK3Config.model_type:
         return config_dict
+    vision = config_dict.get("vision_config")
+    expect(vision is not None, "vision_config", "that of a tower (MoeLcTextConfig reads a text model)", vision)
     ours = {key: value for key, value in config_dict.items() if key != "auto_map"}  # it names the code we replace
     return {
         **ours,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ..configuration.configuration_moe_lc import KimiK3Config, MoeLcConfig, MoeLcTextConfig
+from ..configuration.configuration_moe_lc import MoeLcConfig, MoeLcTextConfig
 from ..configuration.presets import load_multimodal_preset, load_preset, multimodal_preset_names, preset_names
 from ..modeling_moe_lc import MoeLcForCausalLM
 from ..modeling_moe_lc_vl import MoeLcForConditionalGeneration
@@ -97,8 +97,8 @@ def _term(name: str, config: MoeLcTextConfig) -> str:
 def config_from_path(path: Path) -> MoeLcTextConfig | MoeLcConfig:
     """The configuration in a folder or file, with its vision tower where it has one."""
     file = path / "config.json" if path.is_dir() else path
-    model_type = json.loads(file.read_text(encoding="utf-8")).get("model_type")
-    multimodal = model_type in (MoeLcConfig.model_type, KimiK3Config.model_type)
+    raw = json.loads(file.read_text(encoding="utf-8"))
+    multimodal = raw.get("model_type") == MoeLcConfig.model_type or raw.get("vision_config") is not None
     return (MoeLcConfig if multimodal else MoeLcTextConfig).from_pretrained(path)
 
 

@@ -1,5 +1,7 @@
 """Block Attention Residuals: every sublayer reads a learned softmax mix over depth instead of a residual stream."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
@@ -9,6 +11,17 @@ from .norm import RMSNorm
 
 
 Blocks = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Borrowed:
+    """A norm that a site runs for the sublayer which reads it.
+
+    Not the bare module: hooks that move the arguments of a site to its device would move an offloaded norm, which has no
+    data outside its own forward.
+    """
+
+    norm: nn.Module
 
 
 class AttnRes(nn.Module):
@@ -24,15 +37,17 @@ class AttnRes(nn.Module):
         self.key_norm = nn.Parameter(torch.ones(config.hidden_size))
 
     def forward(
-        self, blocks: Blocks, partial: torch.Tensor, norm: RMSNorm
+        self, blocks: Blocks, partial: torch.Tensor, reader: Borrowed
     ) -> tuple[torch.Tensor, Blocks, torch.Tensor]:
-        """`norm`: that of the sublayer which reads this site; mix and norm are one launch. `blocks` and `partial` come back
-        for what reads them later."""
+        """`reader`: the norm of the sublayer which reads this site; mix and norm are one launch. `blocks` and `partial` come
+        back for what reads them later."""
+        norm = reader.norm
         # At the first site the embedding is the only source and passes through, but every parameter has a gradient.
         sources, rest = (blocks, partial) if blocks else ((partial,), None)
         keys = self.query[0], self.key_norm, self.config.rms_norm_eps
         impl = operator_impl(self.config)
-        if type(norm) is not RMSNorm:  # an adapter stands in its place
+        # An adapter stands in its place, or it is offloaded: only its own forward has its weight here.
+        if type(norm) is not RMSNorm or norm.weight.device != partial.device:
             return norm(attn_res(sources, rest, *keys, impl=impl)), blocks, partial
         y, sources, rest = attn_res_norm_through(sources, rest, *keys, norm.weight, norm.eps, impl=impl)  # [B, T, D]
         return (y, tuple(sources), rest) if blocks else (y, (), sources[0])
@@ -42,6 +57,6 @@ class OrdinaryResidual(nn.Module):
     """The site of a model without attention residuals: the residual stream itself."""
 
     def forward(
-        self, blocks: Blocks, partial: torch.Tensor, norm: RMSNorm
+        self, blocks: Blocks, partial: torch.Tensor, reader: Borrowed
     ) -> tuple[torch.Tensor, Blocks, torch.Tensor]:
-        return norm(partial), blocks, partial
+        return reader.norm(partial), blocks, partial

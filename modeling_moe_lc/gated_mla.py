@@ -41,16 +41,17 @@ def eager_attention_forward(module, query, key, value, attention_mask, scaling, 
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
-def effective_weight(linear: nn.Module, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The matrix `[out, in]` that `linear` applies, also when an adapter or a quantiser stands in its place.
+def effective_weight(linear: nn.Module, inputs: torch.Tensor | None = None) -> torch.Tensor:
+    """The matrix `[out, in]` that `linear` applies, also when an adapter or a quantiser stands in its place or it is offloaded.
 
-    `dtype`: of the inputs; None where the parameters have it, which those of a quantised layer have not.
+    `inputs`: of its dtype and device are the inputs; None where the parameters are, which those of a quantised or an
+    offloaded layer are not.
     """
-    if type(linear) is nn.Linear:
+    if type(linear) is nn.Linear and not linear.weight.is_meta:
         # Under tensor parallelism the rows of this rank: what the module's own forward applies.
         return linear.weight.to_local() if hasattr(linear.weight, "to_local") else linear.weight
-    reference = next(linear.parameters())
-    return linear(torch.eye(linear.in_features, dtype=dtype or reference.dtype, device=reference.device)).T
+    like = next(linear.parameters()) if inputs is None else inputs
+    return linear(torch.eye(linear.in_features, dtype=like.dtype, device=like.device)).T
 
 
 class GatedMLA(nn.Module):
@@ -127,7 +128,7 @@ class GatedMLA(nn.Module):
     def absorbed_attention(self, q, latent, k_rope, attention_mask):
         """The same numbers from the latents alone: the key and value projections move onto query and output."""
         q_nope, q_rope = q.split([self.nope_dim, self.rope_dim], dim=-1)
-        kv_b = effective_weight(self.kv_b_proj, latent.dtype).view(
+        kv_b = effective_weight(self.kv_b_proj, latent).view(
             -1, self.nope_dim + self.v_dim, self.rank
         )  # [H, nope + V, R]
         w_k, w_v = kv_b.split([self.nope_dim, self.v_dim], dim=1)

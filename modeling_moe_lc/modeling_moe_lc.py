@@ -6,7 +6,7 @@ blocks         finished blocks of the attention residuals, the first is the embe
 
 import math
 from collections.abc import Callable
-from typing import Any, Unpack
+from typing import Any, NoReturn, Unpack
 
 import torch
 from torch import nn
@@ -20,17 +20,18 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .attn_res import AttnRes, OrdinaryResidual
+from .attn_res import AttnRes, Borrowed, OrdinaryResidual
 from .backends import operator_impl
 from .configuration.configuration_moe_lc import MoeLcTextConfig
 from .gated_mla import ABSORBED_TOKENS, GatedMLA
+from .inputs import check_attention_mask, check_cache, check_tokens
 from .kda import Decay, KimiDeltaAttention, ShortConv
 from .latent_moe import LatentMoE, MoeLcExperts
 from .loss import chunked_causal_lm_loss, keep_logits
 from .norm import GatedRMSNorm, RMSNorm
 from .parallel_plans import expert_parallel_plan
 from .registration import register_backends
-from .released_names import register_released_names
+from .released_names import in_own_names, register_released_names
 from .router import Router
 from .segments import Segments, has_right_padding, packed_segments, padded_segments
 from .situ_glu import SiTUGLU
@@ -56,13 +57,13 @@ class MoeLcDecoderLayer(GradientCheckpointingLayer):
         self.mlp_res = OrdinaryResidual() if block_size is None else AttnRes(config)
 
     def forward(self, hidden_states: torch.Tensor, *blocks: torch.Tensor, token_mask=None, **kwargs):
-        mixed, blocks, hidden_states = self.self_attention_res(blocks, hidden_states, self.input_layernorm)
+        mixed, blocks, hidden_states = self.self_attention_res(blocks, hidden_states, Borrowed(self.input_layernorm))
         attn_output, _ = self.self_attn(mixed, **kwargs)  # [B, T, D]
         if self.starts_block:
             blocks, hidden_states = (*blocks, hidden_states), attn_output
         else:
             hidden_states = hidden_states + attn_output
-        mixed, blocks, hidden_states = self.mlp_res(blocks, hidden_states, self.post_attention_layernorm)
+        mixed, blocks, hidden_states = self.mlp_res(blocks, hidden_states, Borrowed(self.post_attention_layernorm))
         mlp_output = self.block_sparse_moe(mixed, token_mask) if self.is_sparse else self.mlp(mixed)
         return hidden_states + mlp_output, *blocks
 
@@ -99,6 +100,15 @@ class MoeLcPreTrainedModel(PreTrainedModel):
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
         """Our own experts unless another backend is asked for by name."""
         return super().get_correct_experts_implementation(requested_experts or "eager")
+
+    def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):
+        """As in torch; released names, those of a saved file, are read as well: `Trainer` resumes by this alone."""
+        absent: list[str] = []
+        if not state_dict.keys() <= self.state_dict().keys():
+            state_dict, absent = in_own_names(self, state_dict, complete=not strict)
+        result = super().load_state_dict(state_dict, strict, assign)
+        result.missing_keys.extend(absent)
+        return result
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -162,7 +172,8 @@ class MoeLcTextModel(MoeLcPreTrainedModel):
     ) -> MoeModelOutputWithPast:
         r"""
         Args:
-            attention_mask: `[B, past + T]`, 1 for real tokens; padding may stand left or right, with a cache only left.
+            attention_mask: `[B, past + T]`, 1 for real tokens; padding may stand left or right, with a cache only left. Or
+                what `generate` makes, masks by kind of layer. Documents are told by the arguments below, not by a 4-D mask.
             position_ids: `[B, T]`; there are no positions in this model: they only tell where packed documents begin.
             use_cache: None follows `config.use_cache`, but never in training and never for packed or right-padded rows.
             cu_seq_lens_q: `[N + 1]` borders of packed documents over the flattened batch.
@@ -170,11 +181,13 @@ class MoeLcTextModel(MoeLcPreTrainedModel):
             segments: the documents of a packed batch, in place of all that describes them; they are taken as they are, and
                 nothing waits for the device.
 
-        Raises `ValueError` when a packed batch or a right-padded prefill comes together with a cache.
+        Raises `ValueError` for other shapes, for a cache made without the config, and when a packed batch or a right-padded
+        prefill comes together with a cache.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("input_ids, inputs_embeds: expected exactly one of them")
+        check_tokens(input_ids, inputs_embeds)
+        check_cache(past_key_values, self.config)
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds  # [B, T, D]
+        check_attention_mask(attention_mask, hidden_states, past_key_values)
         segments, past_key_values = self._segments_and_cache(
             hidden_states, attention_mask, position_ids, past_key_values, use_cache, cu_seq_lens_q, seq_idx, segments
         )
@@ -191,7 +204,7 @@ class MoeLcTextModel(MoeLcPreTrainedModel):
         blocks: tuple[torch.Tensor, ...] = ()
         for layer in self.layers[: self.config.num_hidden_layers]:
             hidden_states, *blocks = layer(hidden_states, *blocks, **kwargs)
-        hidden_states, _, _ = self.output_attn_res(blocks, hidden_states, self.norm)
+        hidden_states, _, _ = self.output_attn_res(blocks, hidden_states, Borrowed(self.norm))
 
         return MoeModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
 
@@ -258,6 +271,12 @@ class LanguageModelHead:
     training: bool
     lm_head: nn.Module
     loss_function: Callable
+
+    def init_continuous_batching(self, *args, **kwargs) -> NoReturn:
+        """Raises `ValueError`, also for what is built on it: `generate_batch` and `continuous_batching_context_manager`."""
+        raise ValueError(
+            "generate_batch: expected generate, since a recurrent state cannot be rolled back, got continuous batching"
+        )
 
     def with_head(
         self, outputs: MoeModelOutputWithPast, labels, logits_to_keep, **kwargs

@@ -19,6 +19,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration.configuration_moe_lc import MoeLcConfig, MoeLcVisionConfig
+from .inputs import check_tokens
 from .modeling_moe_lc import LanguageModelHead, MoeLcPreTrainedModel, MoeLcTextModel
 from .released_names import register_multimodal_names
 from .vision import Media, PatchEmbed, PositionGrid, Projector, VisionBlock, VisionEncoder, merged_patches
@@ -134,8 +135,7 @@ class MoeLcModel(MoeLcMultimodalPreTrainedModel):
 
         Other arguments: [`MoeLcTextModel`]. Raises `ValueError` when there are not as many placeholders as features.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("input_ids, inputs_embeds: expected exactly one of them")
+        check_tokens(input_ids, inputs_embeds)
         if (pixel_values is None) != (grid_thws is None):
             given = "pixel_values" if grid_thws is None else "grid_thws"
             raise ValueError(f"pixel_values, grid_thws: expected both or none, got only {given}")

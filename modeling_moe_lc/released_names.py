@@ -5,7 +5,10 @@ parameters that stay in FP32 live in submodules; an AttnRes site is one module. 
 `config.checkpoint_layout`; every released shape is read, whatever the layout.
 """
 
+import copy
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
@@ -14,6 +17,7 @@ from transformers.core_model_loading import (
     ConversionOps,
     WeightConverter,
     WeightRenaming,
+    revert_weight_conversion,
 )
 
 from .released_experts import expert_converters
@@ -179,3 +183,34 @@ def register_multimodal_names(model_type: str) -> None:
         MovePrefix("mm_projector", "model.mm_projector"),
     ]
     register_checkpoint_conversion_mapping(model_type, mapping, overwrite=True)
+
+
+def in_own_names(model, given: Mapping[str, Any], *, complete: bool) -> tuple[Mapping[str, torch.Tensor], list[str]]:
+    """A state dict in released names as one in the names of `model`, on the CPU, and the released names that it lacks.
+
+    Args:
+        complete: what `given` lacks is taken from `model`, because a file of several may end between the experts of a layer.
+            Otherwise what is missing stays missing, under our names, and no names are returned.
+
+    Raises `RuntimeError`, as `from_pretrained`, for wrong shapes and, without `complete`, for parts of a tensor.
+    """
+    own, tied = model.state_dict(), model.all_tied_weights_keys
+    saved = revert_weight_conversion(model, {name: own[name] for name in own.keys() - tied.keys()})
+    if given.keys() & (own.keys() - tied.keys() - saved.keys()):
+        return given, []  # our names, and some that nobody knows
+    absent = sorted(saved.keys() - given.keys()) if complete and given.keys() & saved.keys() else []
+    config = copy.deepcopy(model.config)
+    quantization = config.__dict__.pop("quantization_config", None)  # of experts that stay packed: an object, no field
+    read, info = type(model).from_pretrained(
+        None,
+        config=config,
+        state_dict={**{name: saved[name] for name in absent}, **given},
+        dtype=model.dtype,
+        quantization_config=quantization,
+        output_loading_info=True,
+    )
+    for name, module in read.named_modules():
+        if hasattr(module, "released_scales"):
+            model.get_submodule(name).released_scales = module.released_scales
+    found = {name: tensor for name, tensor in read.state_dict().items() if name not in info["missing_keys"]}
+    return found | dict.fromkeys(info["unexpected_keys"], torch.empty(0)), absent

@@ -10,7 +10,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from modeling_moe_lc import MoeLcForCausalLM
-from modeling_moe_lc.configuration.presets import load_preset, preset_names
+from modeling_moe_lc.configuration.presets import load_preset, multimodal_preset_names, preset_names
 from modeling_moe_lc.conversion.card import About, checkpoint_card, preset_card
 from modeling_moe_lc.conversion.count import config_from_preset, count
 from modeling_moe_lc.conversion.released import RELEASED
@@ -59,6 +59,36 @@ def test_the_examples_of_the_released_models_are_pinned(name):
     assert re.fullmatch("[0-9a-f]{40}", released.revision)
     assert f'"{released.name}",\n    revision="{released.revision}",\n    allow_patterns=' in text
     assert "never loaded" in text
+
+
+@pytest.mark.parametrize("name", ["tiny", "nano", "nano-kimi-linear"])
+def test_the_examples_of_the_presets_run(name):
+    example = re.search(r"```python\n(.*?)```", preset_card(name), re.DOTALL)[1]
+    made = {}
+    exec(example, made)  # noqa: S102
+    assert sum(one.numel() for one in made["model"].parameters()) > 0
+    assert ("load_multimodal_preset" in example) == (name in multimodal_preset_names())
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_card_names_the_class_that_its_configuration_is_of(name):
+    text = (CARDS / f"{name}.md").read_text(encoding="utf-8").partition("## Architecture")[0]
+    linear = load_preset(name).checkpoint_layout == "kimi_linear"
+    if name not in RELEASED:
+        assert ("a shape of the Kimi-Linear class" in text, "a shape of the Kimi-K3 class" in text) == (
+            linear,
+            not linear,
+        )
+
+
+def test_what_was_pushed_needs_its_code_everywhere(checkpoint, tmp_path):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "config.json").write_text((checkpoint / "config.json").read_text())
+    (folder / "tokenizer_config.json").write_text("{}")
+    text = checkpoint_card(folder, repo="somebody/mine", revision="abc")
+    assert 'AutoTokenizer.from_pretrained("somebody/mine", revision="abc", trust_remote_code=True)' in text
+    assert 'AutoTokenizer.from_pretrained("mine")' in checkpoint_card(folder)
 
 
 @pytest.fixture
