@@ -6,7 +6,7 @@ Everything that a loop asks about a step is a function of its number: its stage,
 import bisect
 import itertools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -358,5 +358,5 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def recipe_text(recipe: Recipe) -> str:
-    """All of a recipe as YAML, from which `load_recipe` makes an equal one."""
-    return to_yaml(recipe)
+    """All of a recipe as YAML, with the balancing that it leaves open; `load_recipe` makes of it one that does the same."""
+    return to_yaml(replace(recipe, router_balance=recipe.balance))

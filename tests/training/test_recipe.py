@@ -49,6 +49,11 @@ def refusals(call, *arguments) -> list[str]:
     return str(raised.value).splitlines()
 
 
+def settled(recipe: Recipe) -> Recipe:
+    """Nothing left open: what a card says of a run stands in its file."""
+    return dataclasses.replace(recipe, router_balance=recipe.balance)
+
+
 # Reading and writing
 
 
@@ -56,7 +61,7 @@ def refusals(call, *arguments) -> list[str]:
 def test_text_loads_as_an_equal_recipe(name, tmp_path):
     recipe = load_recipe(name)
     (tmp_path / "recipe.yaml").write_text(recipe_text(recipe))
-    assert load_recipe(tmp_path / "recipe.yaml") == recipe
+    assert load_recipe(tmp_path / "recipe.yaml") == settled(recipe)
     assert all(f"{field.name}:" in recipe_text(recipe) for field in dataclasses.fields(Recipe))
 
 
@@ -64,7 +69,7 @@ def test_text_keeps_words_that_look_like_something_else(small, tmp_path):
     odd = small("--output_dir", "'1e9'", "--stages.0.name", "'no'", "--model.config", "{eos_token_id: [1, 2]}")
     assert (odd.output_dir, odd.stages[0].name, odd.model.config) == ("1e9", "no", {"eos_token_id": [1, 2]})
     (tmp_path / "odd.yaml").write_text(recipe_text(odd))
-    assert load_recipe(tmp_path / "odd.yaml") == odd
+    assert load_recipe(tmp_path / "odd.yaml") == settled(odd)
 
 
 def test_overrides_change_what_they_name(small):
