@@ -52,7 +52,7 @@ def draw_comparison(path: Path, runs: Mapping[str, Sequence[dict]]) -> None:
     axes[0].legend()
     axes[1].set(title="MaxVio, mean over layers", xlabel=f"{unit}tokens seen", yscale="log")
     axes[2].set(title="Validation loss at the end", ylabel="nats per token", xlim=(-0.5, len(groups) - 0.5))
-    axes[2].set_xticks(range(len(groups)), groups)
+    axes[2].set_xticks(range(len(groups)), groups, rotation=20, ha="right")
     new = path.with_name(f"{path.name}.new")
     figure.savefig(new, dpi=110, format="png")
     new.replace(path)
