@@ -116,6 +116,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    if shortest := [context for context in args.context if context < 1]:
+        raise ValueError(f"context: expected 1 token or more, got {shortest[0]}")
     path = Path(args.config)
     counted = count(config_from_path(path) if path.exists() else config_from_preset(args.config))
     flops = {context: counted.flops_per_token(context) for context in args.context}

@@ -192,9 +192,9 @@ def run(args: argparse.Namespace) -> int:
             args.checkpoint, args.repo, private=not args.public, about=about_from(args), message=args.message
         )
     except HUB_ERRORS as error:
-        cause = f" ({error.__cause__})" if error.__cause__ else ""
+        cause = f" ({error.__cause__})" if error.__cause__ and str(error.__cause__) != str(error) else ""
         print(f"moe-lc: error: the push to {args.repo} stopped: {error}{cause}", file=sys.stderr)
-        print("What was uploaded is kept: the same command sends only the rest.", file=sys.stderr)
+        print("The same command goes on: it sends what is not there yet.", file=sys.stderr)
         return 1
     print(f"{pushed.url} ({'private' if pushed.private else 'public'}), card: {pushed.card}")
     if is_adapter(args.checkpoint):

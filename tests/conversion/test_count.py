@@ -46,3 +46,8 @@ def test_tied_embedding_is_counted_once_and_active():
 def test_command_prints_the_total(capsys):
     main(["count", "kimi-linear-48b-a3b"])
     assert "49,122,681,728" in capsys.readouterr().out
+
+
+def test_a_context_is_a_number_of_tokens(capsys):
+    assert main(["count", "nano", "--context", "512", "0"]) == 2
+    assert "context: expected 1 token or more, got 0" in capsys.readouterr().err
