@@ -58,7 +58,7 @@ $(PEERS)/mlx_lm/.installed: tests/peers/requirements-mlx-lm.txt
 	$(@D)/bin/python -m pip install --no-input --disable-pip-version-check -r $<
 	touch $@
 
-# From its source, which has the converter that the wheels lack; the runtime is compiled (a C++ compiler, 20 minutes on 2 cores).
+# From its source, which has the converter that the wheels lack; the runtime is compiled (a C++ compiler, 6 minutes on 2 cores).
 $(PEERS)/llama_cpp/.installed: tests/peers/requirements-llama-cpp.txt constraints.txt
 	$(PYTHON) -m venv $(@D)
 	rm -rf $(@D)/source && mkdir $(@D)/source

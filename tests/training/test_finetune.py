@@ -31,13 +31,7 @@ ALL = ("--adapter", "null")
 BIAS = "e_score_correction_bias"
 TIMES = {"seconds", "tokens_per_second", "mfu", "step_tokens"}
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

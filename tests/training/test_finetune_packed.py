@@ -28,13 +28,7 @@ STEPS = 3
 LIMIT = 1e-5  # relative, FP32
 IDS = torch.randint(3, 300, (2, 17), generator=torch.Generator().manual_seed(0))
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -43,13 +43,7 @@ checkpoints: {every_minutes: null}
 """
 FIRST, LAST = 6, 10  # steps when the stages end
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make_data(folder: Path, parts: int = 24) -> Path:

@@ -6,7 +6,6 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 
 from modeling_moe_lc.training import pretrain
 from modeling_moe_lc.training.processes import processes
@@ -17,13 +16,7 @@ from modeling_moe_lc.training.run_log import read_log
 made = runpy.run_path(str(Path(__file__).with_name("test_pretrain.py")))
 WHOLE = ["step", "validation", "stage"]  # records of a stage
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -34,13 +34,7 @@ checkpoints: {every_minutes: null}
 """
 TIMES = {"seconds", "tokens_per_second", "mfu"}
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
