@@ -1,7 +1,7 @@
 """The expert MLPs on a GPU: launches of the Triton kernels and their `autograd.Function`.
 
 Pairs of token and slot are sorted by expert on the device (`fused_sort.py`); products run over tiles of rows of one expert
-(`fused_rows.py`); a few tokens that need no gradients take another path (`fused_decode.py`).
+(`fused_rows.py`, `fused_tall.py`); a few tokens that need no gradients take another path (`fused_decode.py`).
 
 Channels of the inner width are worked on in chunks, so that the workspace stays a part of what they hold together. The
 gradients of the projections are complete after a chunk; that of x is a sum over the chunks. Beside its inputs and where the
@@ -25,13 +25,21 @@ from .fused_rows import (
     experts_bwd_kernel_inner,
     experts_bwd_kernel_inputs,
     experts_bwd_kernel_router,
-    experts_bwd_kernel_weights,
     experts_fwd_kernel_gate_up,
     experts_fwd_kernel_glu,
     experts_fwd_kernel_outputs,
     experts_kernel_combine,
 )
 from .fused_sort import Routing, launch_sort
+from .fused_tall import (
+    LEAST,
+    UPPER,
+    experts_bwd_kernel_inner_tall,
+    experts_bwd_kernel_inputs_tall,
+    experts_fwd_kernel_gate_up_tall,
+    experts_fwd_kernel_outputs_tall,
+)
+from .fused_weights import launch_weights
 
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -74,14 +82,32 @@ def row_tile(BM: int, depth: int, columns: int, dtype: torch.dtype, longest: int
     return Tile(128, 256, 64, 8, 4) if depth >= longest and columns >= 256 else Tile(128, 128, 64, 4, 3)
 
 
-def weight_tile(pairs: int, E: int, dtype: torch.dtype) -> Tile:
+def tall_rows(pairs: int, E: int, D: int, dtype: torch.dtype) -> int:
+    """Rows of a tile whose parts share their weights (`fused_tall.py`), 0 where tiles have one part.
+
+    Most experts then have one tile, and their weights are read once, where two or three tiles of 64 rows would read them.
+    """
+    return 192 if dtype != torch.float32 and 96 * E <= pairs < 160 * E and D >= 1024 else 0
+
+
+def tall_tile(BM: int, depth: int, columns: int) -> Tile:
+    """One program on a multiprocessor, whose registers are full of sums, or two, which hide the ends of short sums."""
+    return Tile(BM, 256, 64, 8, 4) if depth >= 1024 and columns >= 256 else Tile(BM, 128, 64, 4, 2)
+
+
+def weight_tile(pairs: int, E: int, dtype: torch.dtype, *, gather_a: bool) -> Tile:
     """For the gradients of the projections: sums over the rows of an expert.
 
-    Rows are found through an index, which takes half of the stages: five of them load two steps ahead.
+    Rows are found through an index, which takes half of the stages: five of them load two steps ahead, four one step; seven
+    would not fit where D or I is no multiple of 16.
+    The gathered operand, columns of BM (`gather_a`) or of BN, has the narrow side: its pieces of 16 bytes cost the threads an
+    address each, the other one is fetched by the copy engine.
     """
     if dtype == torch.float32:
         return Tile(64, 64, 32, 4, 1)
-    return Tile(128, 256, 64, 8, 5) if pairs >= 768 * E else Tile(128, 128, 64, 4, 4)
+    if pairs < 768 * E:
+        return Tile(128, 128, 64, 4, 4)
+    return Tile(128, 256, 64, 8, 5) if gather_a else Tile(256, 128, 64, 8, 5)
 
 
 class Plan(NamedTuple):
@@ -145,13 +171,19 @@ class Call:
         self.T, self.D = x.shape
         self.projections = self.prepare(*projections)
         self.k, self.pairs, self.empty = indices.shape[1], indices.numel(), 0 in (self.T, self.D, self.I)
-        self.BM = rows_per_tile(self.pairs, self.E, x.dtype)
+        self.BM, self.tall = rows_per_tile(self.pairs, self.E, x.dtype), False
 
     def prepare(self, *projections: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """What a call for a part of the tokens is given; sets E and I."""
         self.gate_up_proj, self.down_proj = (t.to(self.x.dtype).contiguous() for t in projections)
         self.E, _, self.I = self.down_proj.shape
         return self.gate_up_proj, self.down_proj
+
+    def share(self) -> None:
+        """Tall tiles where they pay: for `_forward` and `_backward`, all of whose products know them."""
+        BM = tall_rows(self.pairs, self.E, self.D, self.x.dtype)
+        if BM and not self.tall:
+            self.BM, self.tall = BM, True
 
     def paired_tiles(self, rows: int, columns: int) -> tuple[TensorDescriptor, TensorDescriptor | None]:
         """Tiles of gate_up_proj, the gate and the up row of a channel side by side."""
@@ -177,7 +209,7 @@ class Call:
             tokens = slice(first, first + size)
             inputs = self.x[tokens], self.indices[tokens], self.weights[tokens]
             part = type(self)(*inputs, *self.projections, *self.caps.values())
-            part.BM = self.BM
+            part.BM, part.tall = self.BM, self.tall
             yield tokens, part
 
     def launch(self, kernel, routing: Routing, tile: Tile, columns: int, *args, **constants) -> None:
@@ -186,7 +218,14 @@ class Call:
         kernel[grid](*args, **constants, PRECISION=precision(self.x.dtype), **tile._asdict())
 
     def tile(self, depth: int, columns: int, **longest: int) -> Tile:
+        if self.tall:
+            return tall_tile(self.BM, depth, columns)
         return row_tile(self.BM, depth, columns, self.x.dtype, **longest)
+
+    def row_tiles(self, rows: torch.Tensor, tile: Tile) -> list[TensorDescriptor]:
+        """Tiles of rows in their order: of each height that the kernel asks for."""
+        heights = (UPPER.value, LEAST.value) if self.tall else (tile.BM,)
+        return [TensorDescriptor.from_tensor(rows, [height, tile.BK]) for height in heights]
 
     def gate_up(self, routing: Routing, h: torch.Tensor | None, kept: torch.Tensor | None, begin: int) -> None:
         """`kept`: the pre-activations of as many channels from `begin` on as it has. h: the activations of all channels."""
@@ -194,7 +233,7 @@ class Call:
         columns = 2 * (last - begin)
         tile = self.tile(self.D, columns)
         self.launch(
-            experts_fwd_kernel_gate_up, routing, tile, columns,
+            experts_fwd_kernel_gate_up_tall if self.tall else experts_fwd_kernel_gate_up, routing, tile, columns,
             self.x, *self.paired_tiles(tile.BN, tile.BK), routing.order, routing.table, h, kept, routing.tiles, self.D, self.I, begin, last,
             K=self.k, KEEP=kept is not None, WRITE=h is not None, EVEN_K=self.D % tile.BK == 0, **self.caps,
         )  # fmt: skip
@@ -203,10 +242,9 @@ class Call:
         """out [pairs, width]: columns of h W_down^T."""
         width = out.shape[1]
         tile = self.tile(self.I, width, longest=8192)
-        left = TensorDescriptor.from_tensor(h, [tile.BM, tile.BK])
         self.launch(
-            experts_fwd_kernel_outputs, routing, tile, width,
-            left, *self.down_tiles(tile.BN, tile.BK), routing.table, out, routing.tiles, self.I, column, width,
+            experts_fwd_kernel_outputs_tall if self.tall else experts_fwd_kernel_outputs, routing, tile, width,
+            *self.row_tiles(h, tile), *self.down_tiles(tile.BN, tile.BK), routing.table, out, routing.tiles, self.I, column, width,
         )  # fmt: skip
 
     def inner(self, routing: Routing, dy: torch.Tensor, out: torch.Tensor, begin: int) -> None:
@@ -214,7 +252,7 @@ class Call:
         width = out.shape[1]
         tile = self.tile(self.D, width)
         self.launch(
-            experts_bwd_kernel_inner, routing, tile, width,
+            experts_bwd_kernel_inner_tall if self.tall else experts_bwd_kernel_inner, routing, tile, width,
             dy, *self.down_tiles(tile.BK, tile.BN), routing.order, routing.table, out, routing.tiles, self.D, begin, width,
             K=self.k, EVEN_K=self.D % tile.BK == 0,
         )  # fmt: skip
@@ -223,10 +261,9 @@ class Call:
         """out [pairs, width]: columns of the paired gradients of channels from `begin` on, times W_gate_up."""
         depth, width = paired.shape[1], out.shape[1]
         tile = self.tile(depth, width, longest=1536)
-        left = TensorDescriptor.from_tensor(paired, [tile.BM, tile.BK])
         self.launch(
-            experts_bwd_kernel_inputs, routing, tile, width,
-            left, *self.paired_tiles(tile.BK, tile.BN), routing.table, out, routing.tiles, depth, begin, column, width,
+            experts_bwd_kernel_inputs_tall if self.tall else experts_bwd_kernel_inputs, routing, tile, width,
+            *self.row_tiles(paired, tile), *self.paired_tiles(tile.BK, tile.BN), routing.table, out, routing.tiles, depth, begin, column, width,
         )  # fmt: skip
 
     def combine(self, routing, products, out, columns, *, weighted: bool, add: bool) -> None:
@@ -266,12 +303,9 @@ class Call:
         return h
 
     def projection_gradient(self, routing, a, b, out, begin, *, gather_a) -> None:
-        M, N = a.shape[1], b.shape[1]
-        tile = weight_tile(self.pairs, self.E, self.x.dtype)
-        experts_bwd_kernel_weights[(self.E * triton.cdiv(M, tile.BM) * triton.cdiv(N, tile.BN),)](
-            a, b, routing.order, routing.offsets, out, M, N, *out.shape[1:], begin,
-            K=self.k, GATHER_A=gather_a, EVEN=M % tile.BM == 0 and N % tile.BN == 0,
-            PRECISION=precision(self.x.dtype), **tile._asdict(),
+        tile = weight_tile(self.pairs, self.E, self.x.dtype, gather_a=gather_a)
+        launch_weights(
+            a, b, routing.order, routing.offsets, out, begin, tile, precision(self.x.dtype), k=self.k, gather_a=gather_a
         )  # fmt: skip
 
 
@@ -284,6 +318,7 @@ def _forward(call: Call, todo: Plan) -> tuple[torch.Tensor, Routing | None, list
     """The output [T, D]; where the pairs are, and pre-activations [pairs, 2 channels] of the chunks, unless none are kept."""
     if call.empty:
         return torch.zeros_like(call.x), None, []
+    call.share()
     y = torch.empty_like(call.x)
     chunks = list(itertools.pairwise(todo.bounds))
     if not todo.keep:
@@ -321,6 +356,7 @@ def _backward(call: Call, routing: Routing | None, kept: list[torch.Tensor], dy:
     if call.empty:
         return [d if d is None else d.zero_() for d in gradients]
     dx, d_weights, d_gate_up, d_down = gradients
+    call.share()
     routing, todo = routing or call.sort(), call.plan(sum(paired.nbytes for paired in kept))
     products = call.x.new_empty(len(todo.bounds) - 1, call.pairs, dtype=torch.float32)
     for number, (begin, end) in enumerate(itertools.pairwise(todo.bounds)):
@@ -366,6 +402,7 @@ class _ExpertMLP(torch.autograd.Function):
         if ctx.overwritten:  # by an earlier backward pass through a retained graph
             kept = []
         ctx.overwritten = True
+        call.share()
         routing = None if memory is None else Routing(memory, call.indices, call.E, call.BM)
         _, _, _, wants_x, _, *wanted = ctx.needs_input_grad
         gradients = _backward(call, routing, kept, dy.contiguous(), (wants_x, *wanted[:3]))

@@ -4,6 +4,8 @@ A program has one tile of at most BM rows of one expert and BN columns. The gate
 neighbouring columns of a tile, so that one product makes both and a thread holds both: "paired" columns are g_0 u_0 g_1 u_1 ...
 Weights, and rows that lie in order, come through tensor descriptors: the copy engine fetches a tile without the threads, zeros
 where there is nothing, and a descriptor [E, I, 2, D] makes neighbours of the two rows of a channel. Every program runs over the whole inner dimension in steps of BK: a row's bits do not depend on its neighbours.
+That this dimension is not empty is said to the compiler: it would set the sums to zero on a way around the loop, and then wait
+for each product of a step before it starts the next one ("wgmma serialized").
 """
 
 import triton
@@ -124,6 +126,7 @@ def experts_fwd_kernel_gate_up(
         token = tl.load(order + first + tl.minimum(m, rows - 1)) // K
         left = x + token.to(tl.int64)[:, None] * D + k[None, :]
         acc = tl.zeros((BM, BN), dtype=tl.float32)
+        tl.assume(D > 0)
         for done in tl.range(0, D, BK, num_stages=STAGES):
             right = paired_tile(gate_up_proj, scales, expert, begin + block * BC, done, BN, BK, x.dtype.element_ty)
             acc = tl.dot(gathered(left, k, D, done, BK, EVEN_K), right.T, acc, input_precision=PRECISION)
@@ -163,6 +166,7 @@ def experts_fwd_kernel_outputs(
     expert, first, rows, block = tile_of(table, tiles, tl.cdiv(width, BN))
     if rows > 0:
         acc = tl.zeros((BM, BN), dtype=tl.float32)
+        tl.assume(I > 0)
         for done in tl.range(0, I, BK, num_stages=STAGES):
             right = down_tile(down_proj, scales, expert, column + block * BN, done, BN, BK, out.dtype.element_ty)
             acc = tl.dot(h.load([first, done]), right.T, acc, input_precision=PRECISION)
@@ -186,6 +190,7 @@ def experts_bwd_kernel_inner(
         token = tl.load(order + first + tl.minimum(m, rows - 1)) // K
         left = dy + token.to(tl.int64)[:, None] * D + k[None, :]
         acc = tl.zeros((BM, BN), dtype=tl.float32)
+        tl.assume(D > 0)
         for done in tl.range(0, D, BK, num_stages=STAGES):
             right = down_tile(down_proj, scales, expert, done, begin + block * BN, BK, BN, out.dtype.element_ty)
             acc = tl.dot(gathered(left, k, D, done, BK, EVEN_K), right, acc, input_precision=PRECISION)
@@ -205,6 +210,7 @@ def experts_bwd_kernel_inputs(
     expert, first, rows, block = tile_of(table, tiles, tl.cdiv(width, BN))
     if rows > 0:
         acc = tl.zeros((BM, BN), dtype=tl.float32)
+        tl.assume(depth > 0)
         for done in tl.range(0, depth, BK, num_stages=STAGES):
             channel, at = begin + done // 2, column + block * BN
             right = paired_tile(gate_up_proj, scales, expert, channel, at, BK, BN, out.dtype.element_ty)
@@ -310,49 +316,3 @@ def experts_bwd_kernel_router(
     for part in tl.range(0, parts):
         total += tl.load(partial + tl.cast(part, tl.int64) * pairs + at, mask=at >= 0, other=0.0)
     tl.store(d_weights + pair, total.to(d_weights.dtype.element_ty), mask=pair < pairs)
-
-
-@launched
-@triton.jit
-def experts_bwd_kernel_weights(
-    a,  # dy [T, M] (GATHER_A), or paired gradients [pairs, M]
-    b,  # p h [pairs, N] (GATHER_A), or x [T, N]
-    order,
-    offsets,  # [E + 1]
-    out,  # [E, out_rows, out_columns]
-    M, N, out_rows, out_columns, begin,
-    K: tl.constexpr, GATHER_A: tl.constexpr, EVEN: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """a^T b over the rows of an expert; zeros without rows. EVEN: M and N are multiples of the tile.
-
-    GATHER_A: d W_down of the channels from `begin` on; otherwise d W_gate_up, of the same.
-    """
-    blocks = tl.cdiv(M, BM)
-    per_expert = blocks * tl.cdiv(N, BN)
-    expert, within = tl.program_id(0) // per_expert, tl.program_id(0) % per_expert
-    first, last = tl.load(offsets + expert), tl.load(offsets + expert + 1)
-    m, n = within % blocks * BM + tl.arange(0, BM), within // blocks * BN + tl.arange(0, BN)
-    left, right = a + m[:, None], b + n[None, :]
-    total = tl.zeros((BM, BN), dtype=tl.float32)
-    for done in tl.range(first, last, BK, num_stages=STAGES):
-        row = done + tl.arange(0, BK)
-        there = row < last
-        token = tl.load(order + row, mask=there, other=0) // K
-        a_row, b_row = (token, row) if GATHER_A else (row, token)
-        # Both are masked: another expert's rows may not be finite.
-        if EVEN:
-            mask_a, mask_b = there[None, :], there[:, None]
-        else:
-            mask_a, mask_b = there[None, :] & (m < M)[:, None], there[:, None] & (n < N)[None, :]
-        tile_a = tl.load(left + a_row.to(tl.int64)[None, :] * M, mask=mask_a, other=0.0)
-        tile_b = tl.load(right + b_row.to(tl.int64)[:, None] * N, mask=mask_b, other=0.0)
-        total = tl.dot(tile_a, tile_b, total, input_precision=PRECISION)
-    place = m if GATHER_A else (m % 2) * (out_rows // 2) + begin + m // 2
-    column = n + begin if GATHER_A else n
-    out += expert.to(tl.int64) * out_rows * out_columns
-    tl.store(
-        out + place.to(tl.int64)[:, None] * out_columns + column[None, :], total.to(out.dtype.element_ty),
-        mask=(m[:, None] < M) & (n[None, :] < N),
-    )  # fmt: skip

@@ -18,11 +18,11 @@ from ..experts.fused_rows import (
     experts_bwd_kernel_glu,
     experts_bwd_kernel_inner,
     experts_bwd_kernel_router,
-    experts_bwd_kernel_weights,
     experts_fwd_kernel_glu,
     experts_fwd_kernel_outputs,
 )
 from ..experts.fused_sort import Routing
+from ..experts.fused_weights import launch_weights
 from ..mxfp4.fused_experts import PackedCall
 from .fused_add import experts_lora_kernel_add
 
@@ -111,14 +111,11 @@ class Rows:
 
     def sum_over_rows(self, a: torch.Tensor, z: torch.Tensor, *, tokens: bool) -> torch.Tensor:
         """a^T z over the rows of each expert, [E, W, r] in FP32; a is [pairs, W], or [T, W] (`tokens`)."""
-        call, routing, tile = self.call, self.routing, self.sums
-        M, N = a.shape[1], z.shape[1]
-        out = a.new_empty(call.E, M, N, dtype=torch.float32)
+        call, routing = self.call, self.routing
+        out = a.new_empty(call.E, a.shape[1], z.shape[1], dtype=torch.float32)
         order = routing.order if tokens else torch.arange(call.pairs, dtype=torch.int32, device=a.device)
-        experts_bwd_kernel_weights[(call.E * triton.cdiv(M, tile.BM) * triton.cdiv(N, tile.BN),)](
-            a, z, order, routing.offsets, out, M, N, M, N, 0,
-            K=call.k if tokens else 1, GATHER_A=True, EVEN=M % tile.BM == 0 and N % tile.BN == 0,
-            PRECISION=precision(call.x.dtype), **tile._asdict(),
+        launch_weights(
+            a, z, order, routing.offsets, out, 0, self.sums, precision(call.x.dtype), k=call.k if tokens else 1, gather_a=True
         )  # fmt: skip
         return out
 

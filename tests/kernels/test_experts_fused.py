@@ -91,11 +91,88 @@ def test_chunks_of_channels_columns_and_tokens(keep, fused, poison_empty, monkey
     monkeypatch.setattr(fused, "ROWS_BYTES", 1 << 10)
     monkeypatch.setattr(fused, "CHUNK_BYTES", 1 << 11)
     monkeypatch.setattr(fused, "row_tile", lambda *sizes, **longest: fused.Tile(64, 256, 256, 4, 2))
-    monkeypatch.setattr(fused, "weight_tile", lambda *sizes: fused.Tile(256, 256, 64, 4, 2))
+    monkeypatch.setattr(fused, "weight_tile", lambda *sizes, **gather_a: fused.Tile(256, 256, 64, 4, 2))
     inputs = make(N=3, D=260, I=272, E=1, k=1)
     todo = fused.plan(3, 1, 260, 272, 4, fused.KEEP_BYTES)
     assert todo == fused.Plan(keep, [0, 256, 272], 256, 3 if keep else 2)
     check(inputs)
+
+
+HEIGHTS = (1, 63, 64, 65, 127, 128, 129, 191, 192, 193)  # of the rows of an expert: around the parts of tall tiles
+
+
+def with_heights(*, dtype=torch.float32, device="cpu", **sizes):
+    """Inputs whose expert number e has HEIGHTS[e] tokens; the last one has none."""
+    E = len(HEIGHTS) + 1
+    x, indices, *rest = make(N=sum(HEIGHTS), E=E, k=1, dtype=dtype, device=device, **sizes)
+    owners = torch.arange(E - 1).repeat_interleave(torch.tensor(HEIGHTS))
+    return x, owners[torch.randperm(len(owners))].to(indices)[:, None], *rest
+
+
+@pytest.fixture
+def tall(fused, monkeypatch):
+    """Tall tiles whatever the sizes are."""
+    monkeypatch.setattr(fused, "tall_rows", lambda *sizes: 192)
+    monkeypatch.setattr(fused, "tall_tile", lambda BM, *sizes: fused.Tile(BM, 64, 32, 4, 1))
+
+
+def test_tall_tiles(tall, poison_empty):
+    inputs = with_heights(D=12, I=20)
+    ours = check(inputs)
+    torch.testing.assert_close(decode(*inputs), ours["y"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["kept", "computed again"])
+def test_tall_tiles_of_parts_and_chunks(keep, tall, fused, poison_empty, monkeypatch):
+    monkeypatch.setattr(fused, "KEEP_BYTES", keep * fused.KEEP_BYTES)
+    monkeypatch.setattr(fused, "ROWS_BYTES", 1 << 16)
+    monkeypatch.setattr(fused, "CHUNK_BYTES", 1 << 16)
+    todo = fused.plan(261, 1, 36, 132 + 128 * (not keep), 4, fused.KEEP_BYTES)
+    assert todo.keep == keep and todo.parts > 1 and len(todo.bounds) == 3
+    check(make(N=261, D=36, I=todo.bounds[-1], E=1, k=1))
+
+
+def test_an_expert_does_not_see_the_others_beside_its_tall_tile(tall, poison_empty):
+    x, indices, *rest = with_heights(D=12, I=20)
+    before = decode(x, indices, *rest)
+    others = indices[:, 0] % 2 == 1
+    x[others] = float("nan")
+    assert torch.equal(decode(x, indices, *rest)[~others], before[~others])
+
+
+def packed(x, indices, weights, gate_up_proj, down_proj, dy):
+    """Inputs on packed weights, and on what these are."""
+    from modeling_moe_lc.kernels.mxfp4 import dequantize_mxfp4, quantize_mxfp4
+
+    both = [quantize_mxfp4(w.bfloat16()) for w in (gate_up_proj, down_proj)]
+    tensors = [t for codes, scales in both for t in (codes, scales.mT.contiguous())]
+    plain = (dequantize_mxfp4(*one, x.dtype) for one in both)
+    return (x, indices, weights, *tensors, dy), (x, indices, weights, *plain, dy)
+
+
+def run_packed(x, indices, weights, *tensors_and_dy):
+    from modeling_moe_lc.kernels.mxfp4 import expert_mlp_mxfp4
+
+    leaves, (*tensors, dy) = [t.detach().clone().requires_grad_() for t in (x, weights)], tensors_and_dy
+    y = expert_mlp_mxfp4(leaves[0], indices, leaves[1], *tensors, **CAPS, impl="triton")
+    return dict(zip(NAMES, (y.detach(), *torch.autograd.grad(y, leaves, dy))))
+
+
+def test_tall_tiles_of_packed_weights(tall, poison_empty):
+    inputs, plain = packed(*make(N=140, D=32, I=32, E=1, k=1))
+    ours, theirs = run_packed(*inputs), exact(plain)
+    for name, result in ours.items():
+        assert (result.double() - theirs[name]).norm() < LIMIT * theirs[name].norm(), name
+
+
+def test_tall_tiles_are_for_many_experts_of_few_rows(fused):
+    K3 = {"E": 896, "D": 3584, "dtype": torch.bfloat16}
+    assert fused.tall_rows(16 * 8192, **K3) == 192
+    assert not fused.tall_rows(16 * 8192, **{**K3, "dtype": torch.float32})
+    assert not fused.tall_rows(16 * 8192, **{**K3, "D": 512})
+    assert not fused.tall_rows(16 * 8192, **{**K3, "E": 112}) and not fused.tall_rows(16 * 1024, **K3)
+    assert fused.tall_tile(192, 3584, 6144) == fused.Tile(192, 256, 64, 8, 4)
+    assert fused.tall_tile(192, 512, 6144) == fused.tall_tile(192, 3584, 128) == fused.Tile(192, 128, 64, 4, 2)
 
 
 def test_without_caps_the_experts_are_swiglu(poison_empty):
@@ -179,7 +256,8 @@ def test_many_tokens_without_gradients_keep_nothing(fused, poison_empty):
 
 
 @pytest.mark.parametrize(
-    "T, k, E, BM", [(1, 1, 1, 64), (5, 2, 3, 64), (300, 3, 7, 64), (40, 8, 100, 128), (90, 2, 1024, 64)]
+    "T, k, E, BM",
+    [(1, 1, 1, 64), (5, 2, 3, 64), (300, 3, 7, 64), (300, 3, 3, 192), (40, 8, 100, 128), (90, 2, 1024, 64)],
 )
 def test_the_sort_is_stable_and_its_tiles_cover_every_row_once(T, k, E, BM):
     from modeling_moe_lc.kernels.experts.fused_sort import launch_sort
@@ -279,6 +357,8 @@ GPU_SIZES = (
     {"N": 4096, "D": 1024, "I": 512, "E": 32, "k": 8},
     {"N": 2048, "D": 2304, "I": 1024, "E": 64, "k": 8},
     {"N": 4096, "D": 1032, "I": 1160, "E": 8, "k": 3},
+    {"N": 600, "D": 1024, "I": 1152, "E": 32, "k": 8},  # tall tiles, of 256 columns
+    {"N": 600, "D": 1032, "I": 520, "E": 32, "k": 8},  # and of 128 for the outputs
     {"N": 300, "D": 72, "I": 40, "E": 5, "k": 2},
 )
 
@@ -294,6 +374,32 @@ def test_on_a_gpu_fused_is_exact_and_repeats_to_the_bit(sizes, dtype, keep, fuse
     for _ in range(20):
         for name, result in run(*inputs).items():
             assert torch.equal(result, first[name]), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("sizes", [{"D": 1024, "I": 1024}, {"D": 1032, "I": 1160}, {"D": 256, "I": 136}], ids=str)
+def test_on_a_gpu_tall_tiles_change_no_bit(sizes, dtype, fused, monkeypatch, poison_empty):
+    """Those of both widths, over rows of every part: also with sizes for which they are not chosen."""
+    inputs = with_heights(**sizes, dtype=dtype, device="cuda")
+    expected, y = run(*inputs), decode(*inputs)
+    monkeypatch.setattr(fused, "tall_rows", lambda *sizes: 192)
+    check(inputs, *GPU_LIMITS[dtype])
+    for _ in range(20):
+        assert torch.equal(decode(*inputs), y)
+        for name, result in run(*inputs).items():
+            assert torch.equal(result, expected[name]), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_on_a_gpu_tall_tiles_of_packed_weights_change_no_bit(dtype, fused, monkeypatch, poison_empty):
+    inputs, plain = packed(*with_heights(D=1024, I=576, dtype=dtype, device="cuda"))
+    expected = run(*plain)
+    monkeypatch.setattr(fused, "tall_rows", lambda *sizes: 192)
+    for _ in range(20):
+        for name, result in run_packed(*inputs).items():
+            assert torch.equal(result, expected[name]), name
 
 
 @pytest.mark.gpu
