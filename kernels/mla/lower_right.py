@@ -77,7 +77,9 @@ def _together(one, other):
 def _kernel(q, k, v) -> Kernel:
     if not q.is_cuda:
         return _flash_on_cpu
-    return _cudnn if can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, False, False)) else _flash
+    # cuDNN refuses one query with one key.
+    is_cudnn = q.shape[2] > 1 and can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, False, False))
+    return _cudnn if is_cudnn else _flash
 
 
 def _cudnn(q, k, v, causal, scale):
