@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from modeling_moe_lc import MoeLcForConditionalGeneration, MoeLcModel, MoeLcVisionConfig, MoeLcVisionModel
+from modeling_moe_lc import MoeLcForConditionalGeneration, MoeLcModel, MoeLcVisionConfig, MoeLcVisionModel, vision
 from modeling_moe_lc.configuration.presets import load_multimodal_preset
 from modeling_moe_lc.vision import Media, PatchEmbed, PositionGrid, Projector, VisionBlock, merged_patches, rotated
 
@@ -252,8 +252,20 @@ def test_tower_alone_reads_a_released_folder_and_its_own(tmp_path, inputs):
     assert torch.equal(*outputs)
 
 
+def test_neighbours_of_one_length_as_a_batch_equal_one_item_at_a_time():
+    settings = config(vt_num_attention_heads=2)
+    media = media_of((1, 2, 2), (1, 4, 4), (1, 8, 2), (4, 2, 2), (1, 2, 2), config=settings)
+    assert media.runs == [(1, 4), (3, 16), (1, 4)]
+    block = VisionBlock(settings).double()
+    q, k, v = torch.randn(3, sum(media.lengths), 2, settings.head_dim, dtype=torch.float64)
+    expected, _ = block.item_by_item(q, k, v, media)
+    assert relative(block.run_by_run(q, k, v, media), expected) < 1e-12
+
+
 @pytest.mark.gpu
-def test_flash_on_a_gpu_equals_one_item_at_a_time():
+@pytest.mark.parametrize("large_run", [1, 1 << 20])
+def test_flash_on_a_gpu_equals_one_item_at_a_time(large_run, monkeypatch):
+    monkeypatch.setattr(vision, "LARGE_RUN", large_run)
     torch.manual_seed(0)
     sizes = {"vt_num_hidden_layers": 2, "vt_hidden_size": 256, "qkv_hidden_size": 384, "vt_num_attention_heads": 3}
     model = MoeLcForConditionalGeneration(load_multimodal_preset("tiny", vision_config=sizes)).to(
