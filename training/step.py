@@ -92,7 +92,8 @@ class Step:
         with rate_on_device(self.optimizer, inputs["rate"]) if replayable else contextlib.nullcontext():
             self.optimizer.step()
         if self.graphs:
-            torch._foreach_zero_([parameter.grad for parameter in self.exact if parameter.grad is not None])
+            if exact := [parameter.grad for parameter in self.exact if parameter.grad is not None]:
+                torch._foreach_zero_(exact)
         else:
             self.optimizer.zero_grad()
         self.precision.refresh()

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from modeling_moe_lc import MoeLcForCausalLM
+from modeling_moe_lc.adapters import lora_targets
 from modeling_moe_lc.configuration.presets import load_preset
 from modeling_moe_lc.router import Router
 from modeling_moe_lc.training.batches import Batches, OneShape
@@ -12,6 +13,7 @@ from modeling_moe_lc.training.low_precision import LowPrecision
 from modeling_moe_lc.training.optim import adamw, initialise, muon
 from modeling_moe_lc.training.packing import Pack
 from modeling_moe_lc.training.processes import processes
+from modeling_moe_lc.training.random_model import PACKED, PLAIN, build
 from modeling_moe_lc.training.step import Step
 
 
@@ -29,11 +31,14 @@ class Data:
         return [Pack((torch.rand(b[-1], generator=generator) ** 2 * 32_000).long().tolist(), b) for b in borders]
 
 
+def configuration(**overrides):
+    layers = load_preset("200m-a90m").linear_attn_config | {"kda_layers": [1, 2, 3], "full_attn_layers": [4]}
+    return load_preset("200m-a90m", num_hidden_layers=4, linear_attn_config=layers, loss_chunk_size=256, **overrides)
+
+
 def make(checkpointing=False):
     torch.manual_seed(0)
-    layers = load_preset("200m-a90m").linear_attn_config | {"kda_layers": [1, 2, 3], "full_attn_layers": [4]}
-    config = load_preset("200m-a90m", num_hidden_layers=4, linear_attn_config=layers, loss_chunk_size=256)
-    model = MoeLcForCausalLM(config).cuda().train()
+    model = MoeLcForCausalLM(configuration()).cuda().train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     return model
@@ -119,6 +124,22 @@ def test_training_is_the_same():
             histories.append(torch.tensor(history))
             assert model.model.documents_seen == 0
             assert all(router.e_score_correction_bias.any() for router in routers(model))
+    assert histories[0].isfinite().all() and (histories[0] / histories[1] - 1).abs().max() < 2e-2
+
+
+@pytest.mark.parametrize("experts", [PLAIN, PACKED])
+def test_training_an_adapter_is_the_same(experts):
+    peft, histories = pytest.importorskip("peft"), []
+    config = configuration(router_balance={"method": "none"})
+    targets = lora_targets("attention", "experts", config=config)
+    with processes() as ours:
+        for graphs in (True, False):
+            torch.manual_seed(0)
+            lora = peft.LoraConfig(r=8, lora_alpha=16, task_type="CAUSAL_LM", **targets)
+            model = build(config, experts, torch.device("cuda"), torch.bfloat16, lora).train()
+            step = step_of(model, ours, graphs=graphs, make_optimizer=adamw)
+            history = [(step.backward(b.inputs).item(), step.update(1e-3).item()) for b in batches(ours, 12)]
+            histories.append(torch.tensor(history))
     assert histories[0].isfinite().all() and (histories[0] / histories[1] - 1).abs().max() < 2e-2
 
 
