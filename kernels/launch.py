@@ -7,11 +7,15 @@ from typing import Any
 import torch
 
 
+TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
 class Launched:
     """A Triton kernel that finds its compiled form by a key of its own: `kernel[grid](*args, **constants)`.
 
     A key holds all that Triton compiles for: dtypes and alignment of tensors, what it looks for in whole numbers (being 1,
-    a multiple of 16, within 32 bits), and the constants. The first launch of a key goes the ordinary way.
+    a multiple of 16, within 32 bits), and the constants. The first launch of a key goes the ordinary way. Later ones hand
+    over addresses: of a tensor Triton would ask the driver whose memory it is.
     Named arguments must be constants or options of the compiler: they are told apart by value.
     """
 
@@ -25,15 +29,24 @@ class Launched:
         return self.kernel[grid] if torch.compiler.is_compiling() else functools.partial(self._launch, grid)
 
     def _launch(self, grid, *args, **constants) -> None:
-        kinds = [x if fixed else kind(x) for x, fixed in zip(args, self.is_constant, strict=False)]
-        key = (torch.cuda.current_device(), *kinds, *constants.items())
-        found = self.compiled.get(key)
+        key: list[object] = [torch.cuda.current_device()]
+        given = []
+        for x, fixed in zip(args, self.is_constant, strict=False):
+            if type(x) in TENSORS and x.is_cuda:
+                address = x.data_ptr()
+                key += x.dtype, address % 16 == 0
+                given.append(address)
+            else:
+                key.append(x if fixed else kind(x))
+                given.append(x)
+        form = (*key, *constants.items())
+        found = self.compiled.get(form)
         if found is None:
             compiled = self.kernel[grid](*args, **constants)
-            self.compiled[key] = compiled, self.kernel.arg_names[len(args) :]
+            self.compiled[form] = compiled, self.kernel.arg_names[len(args) :]
             return
         compiled, names = found
-        compiled[(*grid, 1, 1)[:3]](*args, *[constants[name] for name in names])
+        compiled[(*grid, 1, 1)[:3]](*given, *[constants[name] for name in names])
 
 
 def kind(x) -> object:

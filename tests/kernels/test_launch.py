@@ -111,6 +111,28 @@ def test_a_known_form_is_launched_with_all_arguments_in_their_order(monkeypatch)
     assert kernel.compiled == 7
 
 
+@pytest.mark.gpu
+def test_a_known_form_reads_the_tensors_it_is_given():
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def scaled(x, y, factor, SIZE: tl.constexpr):
+        at = tl.arange(0, SIZE)
+        tl.store(y + at, tl.load(x + at) * factor)
+
+    launch = launched(scaled)
+    for number in range(5):
+        x, y = torch.randn(64, device="cuda"), torch.full((64,), torch.nan, device="cuda")
+        launch[(1,)](torch.nn.Parameter(x), y, 10 + 2 * number, SIZE=64)
+        assert torch.equal(y, x * (10 + 2 * number))
+        shifted = torch.full((65,), torch.nan, device="cuda")
+        launch[(1,)](x, shifted[1:], 3, SIZE=64)
+        assert torch.equal(shifted[1:], 3 * x) and shifted[0].isnan()
+    with pytest.raises(ValueError, match="cpu tensor"):
+        launch[(1,)](x.cpu(), y, 10, SIZE=64)
+
+
 def test_interpreted_kernels_stay_what_they_are():
     kernel = object()
     assert launched(kernel) is kernel
