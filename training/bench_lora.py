@@ -35,8 +35,8 @@ from .random_model import PACKED, PLAIN, build, first_layers, packed_experts, ra
 from .step import Step
 
 
-STOCK = "stock PEFT"
-EXPERTS = {OURS: "eager", STOCK: "grouped_mm"}  # experts_implementation: "eager" is our own module
+LAUNCHED, STOCK = "launched", "stock PEFT"
+EXPERTS = {OURS: "eager", LAUNCHED: "eager", STOCK: "grouped_mm"}  # experts_implementation: "eager" is our own module
 DTYPE = torch.bfloat16  # of the frozen weights and of the computation
 TARGETS = ("attention", "latent", "shared_experts", "experts", "router", "head")
 LOSS_CHUNK, CLIP_NORM, LEARNING_RATE = 4096, 1.0, 2e-4  # those of a recipe
@@ -45,8 +45,8 @@ LIMIT = 2e-2  # of BF16: stock rounds W + B A, ours W x and B A x
 NEGLIGIBLE = 1e-3  # of the largest norm of a gradient
 OUT_OF_MEMORY, NOT_FINITE = "out of memory", "wrong: not finite"
 NOTES = """
-A step: forward, backward and AdamW of the adapter on one document of {tokens:,} tokens, layers {checkpointed}. weights: GB of the
-model, adapter included. state: GB of the adapter's gradients, moments and BF16 copies. above: GB of the peak above the weights,
+A step: forward, backward and AdamW of the adapter on one document of {tokens:,} tokens, layers {checkpointed}. ours: as `moe-lc
+finetune` does it, forward and backward one CUDA graph; launched: ours, kernel by kernel, as stock PEFT is. weights: GB of the model, adapter included. state: GB of the adapter's gradients, moments and BF16 copies. above: GB of the peak above the weights,
 state included. stock PEFT: W + B A of a layer is built, experts run by transformers' grouped_mm; always on BF16 experts, since it
 cannot adapt packed ones. Random weights spread tokens over all experts."""
 
@@ -108,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    for name, least in (("rank", 1), ("tokens", 2), ("steps", 1), ("warm_up", 1)):
+    for name, least in (("rank", 1), ("tokens", 2), ("steps", 1), ("warm_up", 2)):
         if getattr(args, name) < least:
             raise ValueError(f"{name}: expected a number of at least {least}, got {getattr(args, name)}")
     if args.output is not None and not args.output.resolve().parent.is_dir():
@@ -138,19 +138,24 @@ def bench(args: argparse.Namespace, machine) -> int:
     header = f"{'':11}{'layers':>7}  {'experts':9}{'tokens/s':>10}{'ms':>9}"
     tqdm.write(f"{header}{'weights GB':>12}{'state GB':>10}{'peak GB':>9}{'above GB':>10}")
     rows = []
-    for what in (OURS, STOCK) if args.stock else (OURS,):
+    for what in ((OURS,) if machine.has_graphs else ()) + ((LAUNCHED, STOCK) if args.stock else (LAUNCHED,)):
         rows.append(measure(args, machine, what))
         tqdm.write(_line(rows[-1]))
         _append(asdict(rows[-1]) | {"difference": difference}, args, machine)
-    if len(rows) == 2 and None not in (rows[0].seconds, rows[1].seconds):
-        ratio = {"rate": rows[1].seconds / rows[0].seconds, "above": rows[0].above_bytes / rows[1].above_bytes}
-        tqdm.write(
-            f"{OURS} / {STOCK}: {ratio['rate']:.2f} of its tokens/s, {ratio['above']:.0%} of its memory above the weights"
-        )
-        _append({"what": f"{OURS} / {STOCK}", "layers": rows[0].layers, **ratio}, args, machine)
+    for row in rows if args.stock else ():
+        _compare(row, rows[-1], args, machine)
     checkpointed = "checkpointed" if args.checkpointing else "not checkpointed"
     tqdm.write(NOTES.format(tokens=args.tokens, checkpointed=checkpointed))
     return int(any(row.skipped == NOT_FINITE for row in rows))
+
+
+def _compare(row: Row, stock: Row, args: argparse.Namespace, machine) -> None:
+    if row is stock or row.seconds is None or stock.seconds is None:
+        return
+    ratio = {"rate": stock.seconds / row.seconds, "above": row.above_bytes / stock.above_bytes}
+    name = f"{row.what} / {stock.what}"
+    tqdm.write(f"{name}: {ratio['rate']:.2f} of its tokens/s, {ratio['above']:.0%} of its memory above the weights")
+    _append({"what": name, "layers": row.layers, **ratio}, args, machine)
 
 
 def configuration(args: argparse.Namespace, what: str, layers: int | None, **overrides) -> MoeLcTextConfig:
@@ -194,7 +199,7 @@ class Training:
         self.precision = LowPrecision(self.model, DTYPE)
         self.precision.refresh()
         alone = Processes(0, 1, device, None)
-        self.parts = Step(self.model, self.optimizer, alone, self.precision, clip_norm=CLIP_NORM, graphs=False)
+        self.parts = Step(self.model, self.optimizer, alone, self.precision, clip_norm=CLIP_NORM, graphs=what == OURS)
         ids = random_tokens(self.model, tokens, seed=1)[0].tolist()
         inputs = OneShape(1, tokens)([Pack(ids, [0, tokens])])  # of one whole document: nothing has to be found out
         self.inputs = {key: x.to(device) if isinstance(x, torch.Tensor) else x for key, x in inputs.items()}
@@ -241,7 +246,7 @@ def check(args: argparse.Namespace, machine) -> float:
     """By how much the adapter's gradients differ from those of stock PEFT: see `worst_difference`."""
     layers, tokens, experts = checked_slice(args)
     machine.start_memory()
-    ours = Training(args, machine.device, OURS, layers, tokens, num_experts=experts)
+    ours = Training(args, machine.device, LAUNCHED, layers, tokens, num_experts=experts)
     stock = Training(args, machine.device, STOCK, layers, tokens, num_experts=experts)
     if ours.experts == PACKED:
         copy_weights(ours.model, stock.model)
@@ -286,7 +291,7 @@ def measure(args: argparse.Namespace, machine, what: str) -> Row:
         return replace(row, skipped=OUT_OF_MEMORY)
     except Exception as error:
         # Other libraries may fail on this machine in ways of their own, for want of memory, too. Ours can still be told.
-        if what == OURS:
+        if what != STOCK:
             raise
         return replace(row, skipped=f"failed: {type(error).__name__}: {error}".partition("\n")[0])
 
@@ -308,6 +313,7 @@ def _measure(row: Row, args: argparse.Namespace, machine) -> Row:
         losses.append(training.step())
     machine.synchronize()
     seconds = (time.perf_counter() - begun) / args.steps
+    training.parts.forget()
     # A gradient that is no number leaves none in any factor: clipping scales all of them by one norm.
     if not all(tensor.isfinite().all().item() for tensor in (*losses, *training.trained.values())):
         return replace(row, skipped=NOT_FINITE)

@@ -8,7 +8,7 @@ import torch
 
 from modeling_moe_lc import latent_moe
 from modeling_moe_lc.training import bench_lora
-from modeling_moe_lc.training.bench_lora import LIMIT, OURS, STOCK, Training, check, worst_difference
+from modeling_moe_lc.training.bench_lora import LAUNCHED, LIMIT, STOCK, Training, check, worst_difference
 from modeling_moe_lc.training.cli import main
 
 
@@ -18,7 +18,7 @@ WIDE = "nano-kimi-linear"  # the tiny one has experts of 16 inputs, which are no
 class Machine:
     """In place of a GPU."""
 
-    name, device, started = "an H200 that is none", torch.device("cpu"), 0
+    name, device, started, has_graphs = "an H200 that is none", torch.device("cpu"), 0, False
 
     def synchronize(self):
         pass
@@ -35,7 +35,7 @@ def arguments(*options):
     parser.set_defaults(command="moe-lc bench lora")
     bench_lora.add_arguments(parser)
     small = ("--preset", "tiny", "--backend", "moe_lc_reference", "--layers", "2", "--tokens", "24")
-    args = parser.parse_args([*small, "--steps", "2", "--warm-up", "1", "--rank", "4", *options])
+    args = parser.parse_args([*small, "--steps", "2", "--warm-up", "2", "--rank", "4", *options])
     bench_lora.check_arguments(args)
     return args
 
@@ -44,7 +44,7 @@ def test_ours_stock_and_their_ratio(tmp_path, capsys):
     output = tmp_path / "lines.jsonl"
     assert bench_lora.bench(arguments("--stock", "--output", str(output)), Machine()) == 0
     ours, stock, ratio = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [ours["what"], stock["what"], ratio["what"]] == [OURS, STOCK, f"{OURS} / {STOCK}"]
+    assert [ours["what"], stock["what"], ratio["what"]] == [LAUNCHED, STOCK, f"{LAUNCHED} / {STOCK}"]
     assert ours["layers"] == stock["layers"] == 2 and ours["tokens"] == 24 and ours["steps"] == 2
     assert ours["weight_bytes"] == stock["weight_bytes"] and ours["state_bytes"] == stock["state_bytes"] > 0
     assert ours["seconds"] > 0 and ours["experts"] == stock["experts"] == "bfloat16"
@@ -66,7 +66,7 @@ def test_experts_in_mxfp4_beside_stock_in_bf16(tmp_path):
 
 
 def test_only_the_adapter_is_trained():
-    training = Training(arguments(), torch.device("cpu"), OURS, 2, 24)
+    training = Training(arguments(), torch.device("cpu"), LAUNCHED, 2, 24)
     model, before = training.model, {name: t.clone() for name, t in training.model.state_dict().items()}
     training.step()
     changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
@@ -83,7 +83,7 @@ def test_stock_is_called_as_peft_wraps_it_and_only_inside(monkeypatch):
     forward = ParamWrapper.forward
     monkeypatch.setattr(ParamWrapper, "forward", lambda self, *x, **k: (called.append(1), forward(self, *x, **k))[1])
     args, ours = arguments(), latent_moe.run_experts
-    bench_lora.measure(args, Machine(), OURS)
+    bench_lora.measure(args, Machine(), LAUNCHED)
     assert not called
     bench_lora.measure(args, Machine(), STOCK)
     assert called and latent_moe.run_experts is ours
@@ -92,7 +92,7 @@ def test_stock_is_called_as_peft_wraps_it_and_only_inside(monkeypatch):
     assert latent_moe.run_experts is ours
 
 
-@pytest.mark.parametrize("what, implementation", [(OURS, "eager"), (STOCK, "grouped_mm")])
+@pytest.mark.parametrize("what, implementation", [(LAUNCHED, "eager"), (STOCK, "grouped_mm")])
 def test_the_experts_implementation(what, implementation):
     assert (
         Training(arguments(), torch.device("cpu"), what, 2, 24).model.config._experts_implementation == implementation
@@ -101,7 +101,7 @@ def test_the_experts_implementation(what, implementation):
 
 @pytest.mark.parametrize("options", [[], ["--no-checkpointing"]], ids=["checkpointed", "kept"])
 def test_layers_are_checkpointed_unless_told_otherwise(options):
-    model = Training(arguments(*options), torch.device("cpu"), OURS, 2, 24).model
+    model = Training(arguments(*options), torch.device("cpu"), LAUNCHED, 2, 24).model
     assert all(layer.gradient_checkpointing is not bool(options) for layer in model.model.layers)
 
 
@@ -207,7 +207,7 @@ def test_the_slice_that_is_checked():
     ("options", "message"),
     [
         (["--steps", "0"], "steps: expected a number of at least 1, got 0"),
-        (["--warm-up", "0"], "warm_up: expected a number of at least 1, got 0"),
+        (["--warm-up", "1"], "warm_up: expected a number of at least 2, got 1"),
         (["--tokens", "1"], "tokens: expected a number of at least 2, got 1"),
         (["--output", "/nowhere/lines"], "output: expected a file in a folder that exists"),
         (["--layers", "99"], "layers: expected 1 to 27"),
