@@ -173,7 +173,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--optimizer", choices=("muon", "adamw"), default="muon", help="(default: %(default)s)")
     add("--compile", action="store_true", help="layers go through torch.compile; no CUDA graphs")
     add("--eager", action="store_true", help="no CUDA graphs")
-    add("--graphs", action="store_true", help="CUDA graphs on several GPUs, too")
     add(
         "--top",
         type=int,
@@ -234,7 +233,7 @@ def measure(name: str, case: Case, args, machine, ours: Processes, matmul: float
     data = RandomText(case.length, recipe.sequences_per_step(0), config.vocab_size)
     marks: list[torch.cuda.Event] = []
 
-    graphs = machine.has_graphs and (ours.count == 1 or args.graphs) and not (args.compile or args.eager)
+    graphs = machine.has_graphs and args.context_parallel == 1 and not (args.compile or args.eager)
     parts = Step(model, optimizer, ours, precision, clip_norm=1.0, graphs=graphs)
 
     def step() -> torch.Tensor:

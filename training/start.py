@@ -124,7 +124,7 @@ def use_graphs(recipe: Recipe, processes: Processes, *, pictures: bool) -> bool:
             "model.cuda_graphs: expected a CUDA device, text, a sequence on one GPU and no dropout, "
             f"got {', '.join(got)}"
         )
-    return possible and processes.count == 1 and not recipe.model.compile if wanted is None else wanted
+    return possible and not recipe.model.compile if wanted is None else wanted
 
 
 def start_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
