@@ -33,6 +33,8 @@ EXPORTED = {
     "nano-kimi-linear": {"target": "kimi-linear", "mlx_lm": "1e-6", "llama_cpp": "5e-6"},
 }
 
+REPORTS = {"200m-a90m": "nine-minutes"}  # beside the cards: what a run of a preset's shape gave
+
 
 @dataclass(frozen=True)
 class About:
@@ -116,6 +118,7 @@ def preset_card(name: str) -> str:
         preset=name,
         released=released,
         exported=EXPORTED.get(name),
+        report=REPORTS.get(name),
     )
 
 
@@ -140,7 +143,7 @@ def _render(config: MoeLcTextConfig | MoeLcConfig, metadata: dict[str, Any], tag
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
     environment.filters["cell"] = lambda text: str(text).replace("|", "\\|").replace("\n", " ")
-    missing = dict.fromkeys(("name", "revision", "run", "preset", "released"))
+    missing = dict.fromkeys(("name", "revision", "run", "preset", "released", "report"))
     text = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         card_data=data.to_yaml(),
         mark=MARK,

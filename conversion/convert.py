@@ -78,7 +78,10 @@ def run(args: argparse.Namespace) -> None:
         if args.dry_run:
             _print(plan, args.destination)
             return
-        convert(checkpoint, plan, args.destination, resume=args.resume, workers=args.workers)
+        if convert(checkpoint, plan, args.destination, resume=args.resume, workers=args.workers):
+            print(f"wrote {args.destination}: {len(plan.shards)} shards, {sum(plan.sizes().values()):,} bytes")
+        else:
+            print(f"{args.destination} is complete")
         if args.verify:
             verify(checkpoint, plan, args.destination, workers=args.workers)
     if args.bound_gate is not None:
@@ -130,14 +133,15 @@ def plan_conversion(
     return make_plan(checkpoint, source, target, dtype, shard_size)
 
 
-def convert(checkpoint: Checkpoint, plan: Plan, folder: Path, *, resume: bool = False, workers: int = 1) -> None:
+def convert(checkpoint: Checkpoint, plan: Plan, folder: Path, *, resume: bool = False, workers: int = 1) -> bool:
     """Writes what `plan` says into `folder`, which must be new, empty, or with `resume` begun by the same conversion.
+
+    Returns False where that was done before.
 
     Raises `ValueError` when it is none of these, when the disk is too small, or when the source has changed.
     """
     if _is_complete(plan, folder, resume):
-        print(f"{folder} is complete")
-        return
+        return False
     todo, settings = plan.sizes(), {"files of the source": source_files(checkpoint), "plan": plan.digest()}
     if (folder / JOURNAL).exists():
         journal = Journal(folder, settings)
@@ -154,7 +158,7 @@ def convert(checkpoint: Checkpoint, plan: Plan, folder: Path, *, resume: bool = 
     for name, content in plan.small_files.items():
         write_atomically(folder / name, content)
     journal.remove()
-    print(f"wrote {folder}: {len(plan.shards)} shards, {sum(plan.sizes().values()):,} bytes")
+    return True
 
 
 def _write_shards(checkpoint, plan: Plan, shards, folder: Path, journal: Journal, bar: tqdm, workers: int) -> None:
