@@ -41,7 +41,6 @@ from .start import model_config
 
 
 STEPS = [72, 18, 10]
-TRAINING_SHARE = 0.75  # of the minutes; the rest is for reading, evaluation and saving
 MINUTES_BETWEEN_CHECKPOINTS = 1.0
 PROMPT, NEW_TOKENS, TEMPERATURE, TOP_K = "def ", 160, 0.8, 50
 DATA, CORPUS, START = "data", "corpus", "start.json"  # in the folder of the run
@@ -52,7 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, default=Path("runs/demo"), help="folder of the run (default: %(default)s)")
     add("--restart", action="store_true", help="delete the run in that folder and begin anew")
     add(
-        "--minutes", type=float, default=3.6, help="on a slow machine, train fewer steps to fit (default: %(default)s)"
+        "--minutes",
+        type=float,
+        default=2.7,
+        help="of training steps, about: a slow machine trains fewer; reading, evaluation and saving take minutes "
+        "more (default: %(default)s)",
     )
     add("--steps", type=int, nargs="+", help=f"of each stage, however long they take (default: {STEPS}, if they fit)")
     add("--lengths", type=int, nargs="+", default=[512, 2048, 8192], help="tokens per sequence of each stage")
@@ -88,7 +91,7 @@ def run(args: argparse.Namespace) -> None:
     print(f"corpus {settings.corpus}: {amounts[0]} to train on; {amounts[1]} held out", flush=True)
 
     if not begun:
-        settings, routing = look_ahead(recipe, settings, unseen, TRAINING_SHARE * 60.0 * args.minutes)
+        settings, routing = look_ahead(recipe, settings, unseen, 60.0 * args.minutes)
         write_json(out / START, {**read_json(out / START), "routing": routing})
         write_json(out / SETTINGS, dataclasses.asdict(settings))
     torch.set_num_threads(settings.threads)

@@ -7,6 +7,7 @@ ends with the same bytes.
 
 import argparse
 import collections
+import contextlib
 import hashlib
 import json
 import multiprocessing
@@ -84,17 +85,15 @@ def run(args: argparse.Namespace) -> None:
         check_settings(out, read_manifest(out)["settings"], settings)
         print(f"{out} is complete")
         return
-    for split in SPLITS:
-        (out / split).mkdir(parents=True, exist_ok=True)
-    journal = Journal(out, settings)
-    tokenizer = _tokenizer(args, items, out / TOKENIZER)
-    facts = tokenizer_facts(tokenizer)
-    try:
-        _write_shards(out, journal, items, token_dtype(facts["vocab_size"]), args)
-    except KeyboardInterrupt:
-        print(f"\ninterrupted after {len(journal.entries)} shards; the same command goes on from there")
-        raise
-    _finish(out, journal, settings, facts)
+    with begun(out, settings) as journal:
+        tokenizer = _tokenizer(args, items, out / TOKENIZER)
+        facts = tokenizer_facts(tokenizer)
+        try:
+            _write_shards(out, journal, items, token_dtype(facts["vocab_size"]), args)
+        except KeyboardInterrupt:
+            print(f"\ninterrupted after {len(journal.entries)} shards; the same command goes on from there")
+            raise
+        _finish(out, journal, settings, facts)
 
 
 class Journal:
@@ -130,6 +129,28 @@ class Journal:
 
     def _lines(self) -> list[bytes]:
         return self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
+
+
+@contextlib.contextmanager
+def begun(out: Path, settings: dict[str, Any]) -> Iterator[Journal]:
+    """The journal of a folder and of its splits, which are made, or gone on with. Raises ValueError as `Journal`.
+
+    Where the work in the context fails before it wrote a shard, what was made here is removed again, or else other settings
+    would be refused beside it. A tokenizer stays, unless the failure is a ValueError: the same command would meet it again.
+    """
+    parts = [out / name for name in (*SPLITS, JOURNAL, TOKENIZER, f".{TOKENIZER}.partial")]
+    made = [path for path in (out, *parts) if not path.exists()]
+    for split in SPLITS:
+        (out / split).mkdir(parents=True, exist_ok=True)
+    journal = Journal(out, settings)
+    try:
+        yield journal
+    except BaseException as error:
+        reusable = not isinstance(error, ValueError) and (out / TOKENIZER).exists()
+        if not reusable and not any(entry["shards"] for entry in journal.entries):
+            for path in made:
+                path.unlink() if path.is_file() else shutil.rmtree(path, ignore_errors=True)
+        raise
 
 
 @dataclass

@@ -70,6 +70,12 @@ def randomised(model):
     return model.eval()
 
 
+def test_only_the_folder_that_is_left_is_named(tmp_path, capsys):
+    out = run("export", FIXTURES / "k3-text-tiny", tmp_path / "served", "--to", "kimi-k3")
+    said = capsys.readouterr().out
+    assert str(out) in said and f".{out.name}.export" not in said
+
+
 @pytest.mark.parametrize(("fixture", "target"), TARGETS.items())
 def test_there_and_back_twice_is_the_same_to_the_byte(fixture, target, tmp_path):
     released, source = load_file(FIXTURES / fixture / "model.safetensors"), FIXTURES / fixture

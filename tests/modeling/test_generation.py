@@ -110,6 +110,17 @@ def test_generate_equals_generate_without_cache(model, ids, how, padding):
         assert torch.allclose(results[0].sequences_scores, results[1].sequences_scores, atol=1e-4)
 
 
+@pytest.mark.parametrize("padding", [(6, 2, 0), (7, 4, 3)], ids=["longest row full", "every row padded"])
+@pytest.mark.parametrize("chunk", [1, 2, 3, 5])
+def test_prefill_in_chunks_equals_one_prefill(tiny, kimi_linear, ids, chunk, padding):
+    prompt = ids(3, 11)
+    mask = (torch.arange(11) >= torch.tensor(padding)[:, None]).long()
+    for model in (tiny(), kimi_linear):
+        kwargs = {"attention_mask": mask, "do_sample": False, **NEW}
+        expected = model.generate(prompt, **kwargs)
+        assert torch.equal(model.generate(prompt, prefill_chunk_size=chunk, **kwargs), expected)
+
+
 def test_reordering_moves_every_kind_of_state(model, ids):
     with torch.no_grad():
         tokens = ids(3, 9)

@@ -208,7 +208,7 @@ def test_media_of_a_row_are_repeated_as_a_group(model, rows):
     "mm_encoder_outputs" not in inspect.getsource(GenerationMixin.generate),
     reason="pixels are not encoded before the prefill",
 )
-@pytest.mark.parametrize("chunk", [2, 7])
+@pytest.mark.parametrize("chunk", [1, 2, 7])
 def test_prefill_in_chunks_equals_one_prefill(model, rows, chunk):
     inputs = rows.padded(0, 1, 2)
     assert torch.equal(

@@ -65,6 +65,7 @@ def test_tokenizer_gives_back_any_text_and_a_special_token_in_a_text_stays_text(
         assert max(ids) < len(one) <= 300
         assert one.decode(ids[1:-1]) == ODD_TEXT
         assert not {0, 1, 2} & set(ids[1:-1])
+        assert one(ODD_TEXT)["input_ids"] == one(ODD_TEXT, add_special_tokens=False)["input_ids"]
     assert encode_documents(one, [ODD_TEXT]) == encode_documents(tokenizer, [ODD_TEXT])
 
 

@@ -193,8 +193,11 @@ def test_bad_arguments_are_errors_without_a_traceback(call, tmp_path, capsys, ar
 
 def test_a_slow_machine_trains_fewer_steps_of_every_stage(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "STEPS", [4000, 2000, 1000])
+    seconds, fitting = [], demo.fitting_steps
+    monkeypatch.setattr(demo, "fitting_steps", lambda *args: seconds.append(args[-1]) or fitting(*args))
     arguments = ["demo", "--out", str(tmp_path), "--corpus", str(corpus), *ARGUMENTS[: ARGUMENTS.index("--steps")]]
     assert main([*arguments, "--minutes", "0.002"]) == 0
+    assert seconds == pytest.approx([0.12])  # the minutes are those of the steps
     first, second, third = json.loads((tmp_path / "settings.json").read_text())["steps"]
     assert 1 <= third <= second <= first < 100
     assert main(arguments) == 0  # finished: evaluates again, with the steps it was trained for

@@ -352,10 +352,56 @@ def test_bad_sources_are_named(tmp_path):
 def test_bad_settings_are_named(corpus, tmp_path, capsys, more, message):
     assert main([*arguments(corpus, tmp_path / "data"), *more]) == 2
     assert message in capsys.readouterr().err
+    assert not (tmp_path / "data").exists()
 
 
 def test_sources_without_a_document_to_train_on_are_named(tmp_path, capsys):
     (tmp_path / "empty.py").write_text("")
     assert main(arguments(tmp_path, tmp_path / "data")) == 2
     assert "sources: expected documents to train on, got" in capsys.readouterr().err
-    assert not Path(tmp_path / "data" / "manifest.json").exists()
+    assert not Path(tmp_path / "data").exists()
+
+
+def test_bad_input_leaves_only_what_was_there(tmp_path, capsys):
+    tokenizer, source, out = tmp_path / "tokenizer", tmp_path / "rows.jsonl", tmp_path / "data"
+    train_tokenizer(TEXTS.values(), 280, model_max_length=64).save_pretrained(tokenizer)
+    source.write_text('{"text": "x"}\n{"content": "x"}\n')
+    reader = ("--tokenizer", str(tokenizer)), ("--train-tokenizer", "280")
+    for there in ([], ["mine.txt"]):
+        if there:
+            out.mkdir()
+            (out / "mine.txt").write_text("mine")
+        for how in reader:
+            assert main(["prepare", str(source), "--out", str(out), "--workers", "1", *how]) == 2
+            assert "rows.jsonl:2: expected" in capsys.readouterr().err
+            assert out.exists() == bool(there) and sorted(files_of(out)) == there
+
+
+def test_bad_input_behind_a_shard_leaves_the_shard(corpus, tmp_path, monkeypatch):
+    out, append = tmp_path / "data", prepare.Journal.append
+
+    def then_bad(journal, entry):
+        append(journal, entry)
+        raise ValueError("a bad line")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare.Journal, "append", then_bad)
+        with pytest.raises(ValueError, match="a bad line"):
+            main(arguments(corpus, out))
+    assert len((out / "journal.jsonl").read_text().splitlines()) == 2
+    assert (out / "train" / "00000.tokens").exists()
+    assert main(arguments(corpus, out)) == 0
+
+
+def test_a_tokenizer_outlives_a_source_that_could_not_be_reached(corpus, tmp_path, monkeypatch):
+    out = tmp_path / "data"
+
+    def unreachable(*_):
+        raise OSError(5, "Input/output error", str(corpus))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "_write_shards", unreachable)
+        assert main(arguments(corpus, out)) == 2
+    trained = files_of(out / "tokenizer")
+    assert main(arguments(corpus, out)) == 0
+    assert trained and files_of(out / "tokenizer") == trained
