@@ -21,3 +21,21 @@ def write_linear_state(cache, layer_idx: int, conv: torch.Tensor, state: torch.T
     layer = cache.layers[layer_idx]
     if state is not layer.recurrent_states[0]:
         cache.update_recurrent_state(state.detach(), layer_idx)
+
+
+def holds_tokens(cache, layer_types: list[str]) -> bool:
+    """Whether anything was put into the cache; in a model with recurrent layers nothing waits for the device."""
+    if "linear_attention" in layer_types:
+        return cache.has_previous_state(layer_types.index("linear_attention"))
+    return bool(cache.get_seq_length() > 0)
+
+
+def addresses(cache) -> tuple[int, ...]:
+    """Where the tensors of a cache of fixed size are: a beam search, for one, puts others in their place."""
+    found = []
+    for layer in cache.layers:
+        if hasattr(layer, "recurrent_states"):
+            found += [layer.conv_states[0], layer.recurrent_states[0]]
+        else:
+            found += [layer.keys, layer.values]
+    return tuple(tensor.data_ptr() for tensor in found)

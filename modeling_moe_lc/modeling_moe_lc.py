@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.generation import GenerationMixin
+from transformers.generation import GenerationConfig, GenerationMixin
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
@@ -23,6 +23,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .attn_res import AttnRes, Borrowed, OrdinaryResidual
 from .backends import operator_impl
 from .configuration.configuration_moe_lc import MoeLcTextConfig
+from .decoding import DecodingStep, is_replayable
 from .gated_mla import ABSORBED_TOKENS, GatedMLA
 from .inputs import check_attention_mask, check_cache, check_tokens
 from .kda import Decay, KimiDeltaAttention, ShortConv
@@ -172,8 +173,9 @@ class MoeLcTextModel(MoeLcPreTrainedModel):
     ) -> MoeModelOutputWithPast:
         r"""
         Args:
-            attention_mask: `[B, past + T]`, 1 for real tokens; padding may stand left or right, with a cache only left. Or
-                what `generate` makes, masks by kind of layer. Documents are told by the arguments below, not by a 4-D mask.
+            attention_mask: `[B, past + T]`, 1 for real tokens; padding may stand left or right, with a cache only left;
+                a single token is never padding. Or what `generate` makes, masks by kind of layer. Documents are told by the
+                arguments below, not by a 4-D mask.
             position_ids: `[B, T]`; there are no positions in this model: they only tell where packed documents begin.
             use_cache: None follows `config.use_cache`, but never in training and never for packed or right-padded rows.
             cu_seq_lens_q: `[N + 1]` borders of packed documents over the flattened batch.
@@ -277,6 +279,26 @@ class LanguageModelHead:
         raise ValueError(
             "generate_batch: expected generate, since a recurrent state cannot be rolled back, got continuous batching"
         )
+
+    def _prepare_generation_config(self, generation_config: GenerationConfig | None, **kwargs):
+        """As in transformers, but a prefill goes by two tokens at least.
+
+        One token behind others is a decoding step: whether it is padding stands on the device, and no step waits for that.
+        """
+        generation_config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)  # type: ignore[misc]
+        if generation_config.prefill_chunk_size == 1:
+            generation_config.prefill_chunk_size = 2
+        return generation_config, model_kwargs
+
+    def _get_static_cache_init_shape(self) -> None:
+        """None: latents are cached, which have no heads for transformers to tell their shape by."""
+
+    def get_compiled_call(self, compile_config) -> Callable:
+        """What `generate` calls for a token where the cache has a fixed size, on a GPU: the model as one CUDA graph; what
+        torch.compile makes of it where a `compile_config` is given, or the model is on several devices."""
+        if compile_config is None and is_replayable(self):  # type: ignore[arg-type]
+            return DecodingStep(self)  # type: ignore[arg-type]
+        return super().get_compiled_call(compile_config)  # type: ignore[misc]
 
     def with_head(
         self, outputs: MoeModelOutputWithPast, labels, logits_to_keep, **kwargs

@@ -18,6 +18,7 @@ from transformers.modeling_outputs import (
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
+from .cache import holds_tokens
 from .configuration.configuration_moe_lc import MoeLcConfig, MoeLcVisionConfig
 from .inputs import check_tokens
 from .modeling_moe_lc import LanguageModelHead, MoeLcPreTrainedModel, MoeLcTextModel
@@ -148,7 +149,7 @@ class MoeLcModel(MoeLcMultimodalPreTrainedModel):
         embeds = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds  # [B, T, D]
         if media is not None:
             embeds = self.with_features(embeds, input_ids, torch.cat(list(media.pooler_output)))
-        elif input_ids is not None and starts_a_text(past_key_values):
+        elif input_ids is not None and self.starts_a_text(past_key_values):
             check_counts(0, self.placeholders(input_ids, None).sum())
         return self.language_model(
             inputs_embeds=embeds,
@@ -158,6 +159,11 @@ class MoeLcModel(MoeLcMultimodalPreTrainedModel):
             use_cache=use_cache,
             **kwargs,
         )
+
+    def starts_a_text(self, cache: Cache | None) -> bool:
+        """Whether a forward without pictures is the first one, and not compiled: then no placeholder may wait for features."""
+        kinds = self.config.text_config.layer_types
+        return not torch.compiler.is_compiling() and (cache is None or not holds_tokens(cache, kinds))
 
     def placeholders(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
         """`[B, T]`: where features belong; without ids: where the embedding of the placeholder stands."""
@@ -278,11 +284,6 @@ def repeated_media(pixels: torch.Tensor, grids: torch.Tensor, rows: torch.Tensor
     groups = [(rows == row).nonzero()[:, 0].tolist() for row in rows.unique_consecutive().tolist()]
     order = [item for group in groups for item in group * times]
     return torch.cat([patches[item] for item in order]), grids[order]
-
-
-def starts_a_text(cache: Cache | None) -> bool:
-    """Whether a forward without pictures is the first one, and not compiled: then no placeholder may wait for features."""
-    return not torch.compiler.is_compiling() and (cache is None or cache.get_seq_length() == 0)
 
 
 def check_counts(features: int, placeholders: torch.Tensor) -> None:

@@ -95,6 +95,11 @@ class MoeLcMxfp4Quantizer(HfQuantizer):
         """With adapters: the gradients of activations and of router weights pass through packed experts."""
         return True
 
+    @property
+    def is_compileable(self) -> bool:
+        """What `generate` asks before a step with a cache of fixed size is launched as a whole."""
+        return True
+
 
 def replace_experts(model: nn.Module, kind: str, make) -> None:
     """Puts `make(experts)` in the place of every module of class `kind`, one after the other."""

@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 from torch import nn
 from tqdm import tqdm
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 
-from ..cache import read_linear_state, write_linear_state
 from ..configuration.presets import preset_names
+from ..decoding import fixed_size
 from ..modeling_moe_lc import MoeLcForCausalLM
 from ..router import Router
 from .bench import installed_version, relative_error
@@ -159,14 +159,7 @@ class Decoder:
 
     def __init__(self, model, cache: DynamicCache, next_token: torch.Tensor, batch: int, room: int):
         self.model, seen = model, cache.get_seq_length()
-        self.cache = StaticCache(config=model.config, max_cache_len=seen + room)
-        for i, kind in enumerate(model.config.layer_types):
-            if kind == "linear_attention":
-                conv, state = (t.expand(batch, *t.shape[1:]) for t in read_linear_state(cache, i))
-                write_linear_state(self.cache, i, conv, state)
-            else:
-                latent, k_rope = cache.layers[i].keys, cache.layers[i].values  # [1, 1, S, ...]
-                self.cache.update(*(t.expand(batch, -1, -1, -1) for t in (latent, k_rope)), i)
+        self.cache = fixed_size(cache, model.config, room, batch)
         self.ids = next_token.repeat(batch, 1)  # [B, 1]
         self.position = torch.full((1,), seen, device=self.ids.device)
         self.slots = torch.arange(seen + room, device=self.ids.device)

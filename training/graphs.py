@@ -1,4 +1,4 @@
-"""CUDA graphs of the parts of a training step: what takes a thousand launches is launched once.
+"""CUDA graphs of the parts of a training step.
 
 Small layers are bound by the Python and the driver that launch them, not by their kernels.
 """
@@ -7,19 +7,10 @@ import contextlib
 import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
-
-Inputs = dict[str, Any]
-
-
-class _Captured(NamedTuple):
-    graph: torch.cuda.CUDAGraph
-    tensors: list[torch.Tensor]  # where the graph reads its inputs
-    result: torch.Tensor | None
+from ..cuda_graph import Captured, Inputs, signature
 
 
 class Pool:
@@ -64,34 +55,23 @@ class Graphs:
     ):
         self.call, self.pool, self.within = call, pool, within
         self.seen: set[tuple] = set()
-        self.captured: dict[tuple, _Captured] = {}
+        self.captured: dict[tuple, Captured] = {}
         pool.members.append(self)
 
     def __call__(self, inputs: Inputs) -> torch.Tensor | None:
-        leaves, structure = pytree.tree_flatten(inputs)
-        shapes = tuple((x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves)
-        key = structure, shapes
+        key = signature(inputs)
         if key not in self.seen:
             self.seen.add(key)
             self.pool.make_room()
             return self.call(inputs)
         if key not in self.captured:
-            self.captured[key] = self._capture(leaves, structure)
-        graph, tensors, result = self.captured[key]
-        for here, given in zip(tensors, _tensors(leaves), strict=True):
-            here.copy_(given, non_blocking=True)
-        graph.replay()
+            self.captured[key] = self._capture(inputs)
+        result = self.captured[key].replay(inputs)
         return None if result is None else result.clone()
 
-    def _capture(self, leaves: list, structure: pytree.TreeSpec) -> _Captured:
-        own = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]
+    def _capture(self, inputs: Inputs) -> Captured:
         torch.cuda.empty_cache()  # what passes before left would stand beside the graph's own memory
-        graph, before = torch.cuda.CUDAGraph(), torch.cuda.memory_reserved()
-        with torch.cuda.graph(graph, pool=self.pool.handle, capture_error_mode="thread_local"), self.within():
-            result = self.call(pytree.tree_unflatten(own, structure))
+        before = torch.cuda.memory_reserved()
+        captured = Captured(self.call, inputs, self.pool.handle, self.within)
         self.pool.bytes += torch.cuda.memory_reserved() - before
-        return _Captured(graph, _tensors(own), result)
-
-
-def _tensors(leaves: list) -> list[torch.Tensor]:
-    return [x for x in leaves if isinstance(x, torch.Tensor)]
+        return captured

@@ -7,7 +7,7 @@ from argparse import ArgumentParser
 import pytest
 import torch
 
-from modeling_moe_lc import MoeLcForCausalLM
+from modeling_moe_lc import MoeLcForCausalLM, decoding
 from modeling_moe_lc.packed_experts import PackedExperts
 from modeling_moe_lc.training import bench_generate
 from modeling_moe_lc.training.bench_generate import GRAPH, LAUNCHED, build, check_short, first_layers
@@ -115,12 +115,12 @@ def test_decoding_is_a_longer_prefill(preset, layers, as_graph):
 
 @pytest.mark.parametrize("lost", ["conv", "state"])
 def test_what_is_wrong_gets_no_speed(lost, monkeypatch, capsys):
-    write = bench_generate.write_linear_state
+    write = decoding.write_linear_state
 
     def forgetting(cache, layer, conv, state):
         write(cache, layer, conv.new_zeros(conv.shape) if lost == "conv" else conv, state * (lost != "state"))
 
-    monkeypatch.setattr(bench_generate, "write_linear_state", forgetting)
+    monkeypatch.setattr(decoding, "write_linear_state", forgetting)
     assert bench_generate.bench(arguments(), Machine(), made()) == 1
     printed = capsys.readouterr().out
     assert "no speed is measured" in printed and "tokens/s" not in printed

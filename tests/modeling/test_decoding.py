@@ -1,0 +1,172 @@
+"""`generate` with a cache of fixed size by replayed steps gives the text that it gives without; what cannot be replayed is not."""
+
+import pytest
+import torch
+from transformers import CompileConfig, DynamicCache
+
+from modeling_moe_lc import MoeLcForCausalLM, MoeLcForConditionalGeneration, decoding, modeling_moe_lc
+from modeling_moe_lc.configuration.presets import load_multimodal_preset, load_preset
+from modeling_moe_lc.decoding import fixed_size, is_replayable
+
+
+IDS = torch.tensor([[0, 0, 5, 6, 7], [1, 2, 3, 4, 5]])
+MASK = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+
+
+class Replayed:
+    """In place of a CUDA graph: computes nothing when made, reads its own inputs, and writes its result in place."""
+
+    made: list["Replayed"] = []
+
+    def __init__(self, call, inputs):
+        self.call, self.own, self.replays, self.result = call, clone(inputs), 0, None
+        self.made.append(self)
+
+    def replay(self, inputs):
+        self.replays += 1
+        result = self.call(clone(inputs))
+        self.result = result if self.result is None else self.result.copy_(result)
+        return self.result
+
+
+def clone(inputs):
+    return {
+        name: x.clone() if isinstance(x, torch.Tensor) else clone(x) if isinstance(x, dict) else x
+        for name, x in inputs.items()
+    }
+
+
+@pytest.fixture
+def replayed(monkeypatch):
+    """The graphs that were made, on a machine that makes them."""
+    monkeypatch.setattr(Replayed, "made", [])
+    monkeypatch.setattr(decoding, "Captured", Replayed)
+    monkeypatch.setattr(modeling_moe_lc, "is_replayable", lambda model: True)
+
+    def criteria(self, kwargs, config):
+        return kwargs["past_key_values"].is_compileable and not config.disable_compile
+
+    for kind in (MoeLcForCausalLM, MoeLcForConditionalGeneration):
+        monkeypatch.setattr(kind, "_valid_auto_compile_criteria", criteria)
+    return Replayed.made
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return MoeLcForCausalLM(load_preset("tiny")).eval()
+
+
+def generated(model, **options):
+    torch.manual_seed(1)
+    settings = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": "static", "pad_token_id": 0}
+    return model.generate(IDS, attention_mask=MASK, **settings | options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"do_sample": True, "top_k": 0}, {"eos_token_id": list(range(0, 500, 3))}, {"num_return_sequences": 3, "do_sample": True},
+     {"prefill_chunk_size": 2}, {"repetition_penalty": 1.5}],
+    ids=["greedy", "sampled", "ends", "several", "chunks", "penalty"],
+)  # fmt: skip
+def test_text_is_the_same(model, replayed, options):
+    expected = generated(model, disable_compile=True, **options)
+    assert not replayed
+    assert torch.equal(generated(model, **options), expected)
+    assert (
+        len(replayed) == 1 and replayed[0].replays == expected.shape[1] - IDS.shape[1] - 2 or "eos_token_id" in options
+    )
+
+
+def test_logits_that_are_kept_are_not_written_over(model, replayed):
+    found, expected = (
+        generated(model, return_dict_in_generate=True, output_logits=True, disable_compile=plain).logits
+        for plain in (False, True)
+    )
+    assert len(replayed) == 1 and torch.equal(torch.stack(found), torch.stack(expected))
+
+
+def test_a_second_text_has_a_graph_of_its_own(model, replayed):
+    first = generated(model)
+    with torch.no_grad():
+        model.lm_head.weight.neg_()
+        other = generated(model)
+        model.lm_head.weight.neg_()
+    assert not torch.equal(first, other) and torch.equal(generated(model), first) and len(replayed) == 3
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_beams": 3}, {"output_hidden_states": True, "return_dict_in_generate": True}], ids=str
+)
+def test_what_cannot_be_replayed_is_launched(model, replayed, options):
+    found, expected = (generated(model, disable_compile=plain, **options) for plain in (False, True))
+    assert not replayed
+    if "num_beams" in options:
+        assert torch.equal(found, expected)
+    else:
+        assert torch.equal(found.sequences, expected.sequences) and len(found.hidden_states) == 8
+
+
+def test_a_model_that_reads_pictures_decodes_as_well(replayed):
+    torch.manual_seed(0)
+    model = MoeLcForConditionalGeneration(load_multimodal_preset("tiny")).eval()
+    assert torch.equal(generated(model), generated(model, disable_compile=True)) and len(replayed) == 1
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_behind_a_long_prompt_a_cache_of_fixed_size_goes_on(model, replayed, rows):
+    torch.manual_seed(2)
+    prompt = torch.randint(1, model.config.vocab_size, (rows, 60))
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        for part in prompt[:, :-1].split(16, dim=1):
+            model(part, past_key_values=cache)
+    settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(prompt, **settings)
+    fixed = fixed_size(cache, model.config, room=9)
+    assert torch.equal(model.generate(prompt, past_key_values=fixed, **settings), expected)
+    assert len(replayed) == 1 and cache.get_seq_length() == 59
+
+
+def test_sequences_behind_one_prompt(model):
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(IDS[1:], past_key_values=cache)
+        token = torch.tensor([[3], [3], [3]])
+        several = model(token, past_key_values=fixed_size(cache, model.config, 4, batch=3)).logits
+        expected = model(token[:1], past_key_values=cache).logits
+        assert torch.allclose(several, expected.expand_as(several), atol=1e-5)
+    with pytest.raises(ValueError, match="room: expected at least 1 token, got 0"):
+        fixed_size(cache, model.config, 0)
+    with torch.no_grad():
+        two = model(IDS, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="batch: expected a cache of one sequence to repeat, got one of 2"):
+        fixed_size(two, model.config, 4, batch=3)
+
+
+def test_a_compile_config_asks_for_torch_compile(model, monkeypatch):
+    monkeypatch.setattr(modeling_moe_lc, "is_replayable", lambda model: True)
+    monkeypatch.setattr(torch, "compile", lambda call, **options: options)
+    assert model.get_compiled_call(CompileConfig(mode="default"))["mode"] == "default"
+
+
+def test_models_on_a_cpu_or_on_several_devices_are_not_replayed(model):
+    assert not is_replayable(model)
+    with torch.device("meta"):
+        assert not is_replayable(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 5])
+def test_on_a_gpu_replayed_steps_are_those_that_were_launched(batch):
+    torch.manual_seed(0)
+    model = MoeLcForCausalLM(load_preset("200m-a90m", num_hidden_layers=4)).to("cuda", torch.bfloat16).eval()
+    assert is_replayable(model)
+    ids = torch.randint(1, 1000, (batch, 40), device="cuda")
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    settings = {"attention_mask": mask, "max_new_tokens": 40, "cache_implementation": "static", "output_logits": True}
+    settings |= {"return_dict_in_generate": True, "do_sample": False, "pad_token_id": 0}
+    found, expected = (model.generate(ids, disable_compile=plain, **settings) for plain in (False, True))
+    assert torch.equal(found.sequences, expected.sequences)
+    assert torch.equal(torch.stack(found.logits), torch.stack(expected.logits))
