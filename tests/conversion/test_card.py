@@ -30,7 +30,10 @@ def test_the_cards_that_ship_are_what_the_command_makes(name):
 
 
 def test_every_card_that_ships_is_of_a_preset():
-    assert {path.stem for path in CARDS.glob("*.md")} - {"balancing", *REPORTS.values()} == {*preset_names(), "TEMPLATE"}
+    assert {path.stem for path in CARDS.glob("*.md")} - {"balancing", *REPORTS.values()} == {
+        *preset_names(),
+        "TEMPLATE",
+    }
 
 
 @pytest.mark.parametrize("name", preset_names())

@@ -31,7 +31,18 @@ from modeling_moe_lc.training.start import build_model, fill_model, low_precisio
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs several GPUs")]
 STEPS, KILLED_AFTER = 50, 24
-PACKAGES = ("asyncio", "concurrent", "ctypes", "email", "http", "importlib", "multiprocessing", "unittest", "urllib", "xml")
+PACKAGES = (
+    "asyncio",
+    "concurrent",
+    "ctypes",
+    "email",
+    "http",
+    "importlib",
+    "multiprocessing",
+    "unittest",
+    "urllib",
+    "xml",
+)
 LENGTH = int(os.environ.get("MOE_LC_CONTEXT", "262144"))  # of the sequence that the GPUs share
 RECIPE = f"""
 model: {{base: 200m-a90m, activation_checkpointing: true}}
