@@ -30,6 +30,11 @@ def holds_tokens(cache, layer_types: list[str]) -> bool:
     return bool(cache.get_seq_length() > 0)
 
 
+def tokens_held(cache, layer_idx: int, new: int) -> int:
+    """By an attention layer, `new` ones just put in. A traced graph cannot ask the device: there they are the first ones."""
+    return new if torch.compiler.is_compiling() else int(cache.get_seq_length(layer_idx))
+
+
 def addresses(cache) -> tuple[int, ...]:
     """Where the tensors of a cache of fixed size are: a beam search, for one, puts others in their place."""
     found = []

@@ -85,6 +85,8 @@ def _is_one_token(inputs: dict[str, Any]) -> bool:
 
 def is_replayable(model: torch.nn.Module) -> bool:
     """Whether all of `model` is on one CUDA device, and none of it is shared with other processes."""
+    if getattr(model, "_device_mesh", None) is not None:  # tensor or expert parallelism
+        return False
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     plain = all(type(tensor.data) is torch.Tensor for tensor in model.parameters())
     return len(devices) == 1 and devices.pop().type == "cuda" and plain

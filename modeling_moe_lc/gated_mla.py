@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .backends import operator_impl
+from .cache import tokens_held
 from .configuration.configuration_moe_lc import MLA_LATENT_NORM_EPS
 from .kernels.mla import lower_right_attention, mla_decode
 from .kernels.sigmoid_gate import sigmoid_gate
@@ -95,9 +96,10 @@ class GatedMLA(nn.Module):
         absorbed = absorbed and config._attn_implementation != "eager"
         if past_key_values is not None:
             cached = past_key_values.update(latent[:, None], k_rope[:, None], self.layer_idx)
-            # Without a mask for many tokens into a static cache this is a prefill: what it holds behind them is still empty.
-            empty = attention_mask is None and q.shape[1] > 1 and past_key_values.is_compileable
-            latent, k_rope = (x[:, 0, : q.shape[1] if empty else None] for x in cached)  # [B, S, R], [B, S, rope]
+            held = None
+            if attention_mask is None and q.shape[1] > 1 and past_key_values.is_compileable:  # the rest of it is still empty
+                held = tokens_held(past_key_values, self.layer_idx, q.shape[1])
+            latent, k_rope = (x[:, 0, :held] for x in cached)  # [B, S, R], [B, S, rope]
         if absorbed and q.shape[1] <= ABSORBED_TOKENS:
             o, weights = self.absorbed_attention(q, latent, k_rope, attention_mask), None  # [B, T, H, V]
         elif segments is not None and segments.packed:

@@ -238,10 +238,10 @@ class MoeLcTextModel(MoeLcPreTrainedModel):
     def _causal_mask(self, x, attention_mask, cache, segments: Segments | None):
         if segments is not None and segments.packed:
             return None  # GatedMLA goes document by document
+        if self._goes_on_behind_a_cache(x, cache) and _is_unpadded(attention_mask):
+            return None  # MLA has kernels that need no [T, S] mask for that
         if isinstance(attention_mask, dict):
             return attention_mask["full_attention"]
-        if self._goes_on_behind_a_cache(x, cache) and (attention_mask is None or _is_unpadded(attention_mask)):
-            return None  # MLA has kernels that need no [T, S] mask for that
         return create_causal_mask(
             config=self.config, inputs_embeds=x, attention_mask=attention_mask, past_key_values=cache
         )
@@ -249,13 +249,17 @@ class MoeLcTextModel(MoeLcPreTrainedModel):
     def _goes_on_behind_a_cache(self, x, cache) -> bool:
         """Whether these are many tokens behind others, and on a device where MLA has kernels for them."""
         attention = [layer.self_attn for layer in self.layers if isinstance(layer.self_attn, GatedMLA)]
-        if cache is None or cache.is_compileable or x.shape[1] <= ABSORBED_TOKENS or not attention:
+        if cache is None or x.shape[1] <= ABSORBED_TOKENS or not attention:
             return False
-        return cache.get_seq_length(attention[0].layer_idx) > 0 and all(one.is_flash(x) for one in attention)
+        if cache.is_compileable and torch.compiler.is_compiling():  # what a static cache holds stands on the device
+            return False
+        return bool(cache.get_seq_length(attention[0].layer_idx) > 0) and all(one.is_flash(x) for one in attention)
 
 
-def _is_unpadded(attention_mask: torch.Tensor) -> bool:
-    return attention_mask.ndim == 2 and bool(attention_mask.all())
+def _is_unpadded(attention_mask: torch.Tensor | dict | None) -> bool:
+    if isinstance(attention_mask, dict):
+        return "linear_attention" in attention_mask and attention_mask["linear_attention"] is None
+    return attention_mask is None or attention_mask.ndim == 2 and bool(attention_mask.all())
 
 
 def _token_mask(attention_mask, length: int, segments: Segments | None) -> torch.Tensor | None:

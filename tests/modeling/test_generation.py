@@ -65,6 +65,22 @@ def test_many_tokens_behind_others_need_no_mask_where_kernels_know_the_place(mod
         assert not calls and relative(logits[1], model(tokens[1:, 5:]).logits[0, 28:]) < LIMIT
 
 
+@pytest.mark.parametrize("padding", [0, 5])
+def test_chunks_go_into_a_static_cache_without_a_mask_where_kernels_know_the_place(model, ids, monkeypatch, padding):
+    """As on a GPU, where a padded row keeps the mask of `generate`."""
+    prompt = ids(2, 90)
+    mask = torch.ones_like(prompt)
+    mask[0, :padding] = 0
+    expected = model.generate(prompt, attention_mask=mask, do_sample=False, **NEW)
+    monkeypatch.setattr(GatedMLA, "is_flash", lambda self, q: True)
+    calls, real = [], gated_mla.lower_right_attention
+    monkeypatch.setattr(gated_mla, "lower_right_attention", lambda *args: calls.append(args[1].shape[2]) or real(*args))
+    settings = {"cache_implementation": "static", "prefill_chunk_size": 32, "do_sample": False, **NEW}
+    assert torch.equal(model.generate(prompt, attention_mask=mask, **settings), expected)
+    layers = model.config.layer_types.count("full_attention")
+    assert calls == ([] if padding else [64] * layers + [90] * layers)
+
+
 def test_states_after_two_calls_equal_those_after_one(model, ids):
     with torch.no_grad():
         tokens, caches = ids(2, 70), []
