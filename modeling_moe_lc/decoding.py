@@ -53,8 +53,8 @@ class DecodingStep:
     """`model(input_ids, past_key_values=cache, ...)` for one token after another.
 
     The first step is computed as it is, which compiles kernels; the second one is captured and, like those after it, replayed.
-    What differs is computed as it is: several tokens (a prefill), what is to be recorded, and all steps whose cache or inputs
-    are not where and what they were, such as those of beams.
+    What differs is computed as it is: several tokens (a prefill), what is to be recorded, a cache in the memory of the host, and
+    all steps whose cache or inputs are not where and what they were, such as those of beams.
     """
 
     def __init__(self, model: Callable[..., ModelOutput]):
@@ -64,7 +64,7 @@ class DecodingStep:
         self.output: type[ModelOutput] = ModelOutput
 
     def __call__(self, *, past_key_values: Cache, **inputs: Any) -> ModelOutput:
-        if not _is_one_token(inputs):
+        if past_key_values.offloading or not _is_one_token(inputs):
             return self.model(past_key_values=past_key_values, **inputs)
         key = (id(past_key_values), addresses(past_key_values), *signature(inputs))
         if key != self.key:

@@ -97,7 +97,9 @@ class GatedMLA(nn.Module):
         if past_key_values is not None:
             cached = past_key_values.update(latent[:, None], k_rope[:, None], self.layer_idx)
             held = None
-            if attention_mask is None and q.shape[1] > 1 and past_key_values.is_compileable:  # the rest of it is still empty
+            if (
+                attention_mask is None and q.shape[1] > 1 and past_key_values.is_compileable
+            ):  # the rest of it is still empty
                 held = tokens_held(past_key_values, self.layer_idx, q.shape[1])
             latent, k_rope = (x[:, 0, :held] for x in cached)  # [B, S, R], [B, S, rope]
         if absorbed and q.shape[1] <= ABSORBED_TOKENS:

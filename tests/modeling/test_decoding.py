@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from transformers import CompileConfig, DynamicCache
+from transformers import CompileConfig, DynamicCache, StaticCache
+from transformers.modeling_outputs import CausalLMOutput
 
 from modeling_moe_lc import MoeLcForCausalLM, MoeLcForConditionalGeneration, decoding, modeling_moe_lc
 from modeling_moe_lc.configuration.presets import load_multimodal_preset, load_preset
@@ -105,6 +106,15 @@ def test_what_cannot_be_replayed_is_launched(model, replayed, options):
         assert torch.equal(found, expected)
     else:
         assert torch.equal(found.sequences, expected.sequences) and len(found.hidden_states) == 8
+
+
+def test_a_cache_in_the_memory_of_the_host_is_not_replayed(model, replayed):
+    cache = StaticCache(config=model.config, max_cache_len=20)
+    cache.offloading = True  # on a CPU it moves nothing
+    step = decoding.DecodingStep(lambda **inputs: CausalLMOutput(logits=torch.zeros(1)))
+    for _ in range(4):
+        step(input_ids=IDS[:, :1], past_key_values=cache)
+    assert not replayed
 
 
 def test_a_model_that_reads_pictures_decodes_as_well(replayed):

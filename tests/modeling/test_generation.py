@@ -74,7 +74,9 @@ def test_chunks_go_into_a_static_cache_without_a_mask_where_kernels_know_the_pla
     expected = model.generate(prompt, attention_mask=mask, do_sample=False, **NEW)
     monkeypatch.setattr(GatedMLA, "is_flash", lambda self, q: True)
     calls, real = [], gated_mla.lower_right_attention
-    monkeypatch.setattr(gated_mla, "lower_right_attention", lambda *args: calls.append(args[1].shape[2]) or real(*args))
+    monkeypatch.setattr(
+        gated_mla, "lower_right_attention", lambda *args: calls.append(args[1].shape[2]) or real(*args)
+    )
     settings = {"cache_implementation": "static", "prefill_chunk_size": 32, "do_sample": False, **NEW}
     assert torch.equal(model.generate(prompt, attention_mask=mask, **settings), expected)
     layers = model.config.layer_types.count("full_attention")
