@@ -24,15 +24,10 @@ def write_linear_state(cache, layer_idx: int, conv: torch.Tensor, state: torch.T
 
 
 def holds_tokens(cache, layer_types: list[str]) -> bool:
-    """Whether anything was put into the cache; in a model with recurrent layers nothing waits for the device."""
+    """Whether anything was put into the cache, without a wait for the device."""
     if "linear_attention" in layer_types:
         return cache.has_previous_state(layer_types.index("linear_attention"))
-    return bool(cache.get_seq_length() > 0)
-
-
-def tokens_held(cache, layer_idx: int, new: int) -> int:
-    """By an attention layer, `new` ones just put in. A traced graph cannot ask the device: there they are the first ones."""
-    return new if torch.compiler.is_compiling() else int(cache.get_seq_length(layer_idx))
+    return cache.is_initialized if cache.is_compileable else cache.get_seq_length() > 0
 
 
 def addresses(cache) -> tuple[int, ...]:
@@ -43,4 +38,4 @@ def addresses(cache) -> tuple[int, ...]:
             found += [layer.conv_states[0], layer.recurrent_states[0]]
         else:
             found += [layer.keys, layer.values]
-    return tuple(tensor.data_ptr() for tensor in found)
+    return tuple(0 if tensor is None else tensor.data_ptr() for tensor in found)

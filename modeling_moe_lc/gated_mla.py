@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .backends import operator_impl
-from .cache import tokens_held
 from .configuration.configuration_moe_lc import MLA_LATENT_NORM_EPS
 from .kernels.mla import lower_right_attention, mla_decode
 from .kernels.sigmoid_gate import sigmoid_gate
@@ -80,7 +79,13 @@ class GatedMLA(nn.Module):
         self.o_proj = nn.Linear(self.num_heads * self.v_dim, width, bias=False)
 
     def forward(
-        self, hidden_states, attention_mask=None, segments: Segments | None = None, past_key_values=None, **kwargs
+        self,
+        hidden_states,
+        attention_mask=None,
+        segments: Segments | None = None,
+        past_key_values=None,
+        tokens_before: int = 0,
+        **kwargs,
     ):
         config = self.config
         if config.q_lora_rank is None:
@@ -95,12 +100,11 @@ class GatedMLA(nn.Module):
         absorbed = past_key_values is not None and not torch.is_grad_enabled()
         absorbed = absorbed and config._attn_implementation != "eager"
         if past_key_values is not None:
-            cached = past_key_values.update(latent[:, None], k_rope[:, None], self.layer_idx)
-            held = None
-            if (
-                attention_mask is None and q.shape[1] > 1 and past_key_values.is_compileable
-            ):  # the rest of it is still empty
-                held = tokens_held(past_key_values, self.layer_idx, q.shape[1])
+            # One dtype for both, as a static cache has it: under autocast the norm's is another.
+            cached = past_key_values.update(latent[:, None], k_rope.to(latent.dtype)[:, None], self.layer_idx)
+            # Without a mask, many tokens are the last ones that a static cache holds; the rest of it is empty.
+            is_last = attention_mask is None and q.shape[1] > 1 and past_key_values.is_compileable
+            held = tokens_before + q.shape[1] if is_last else None
             latent, k_rope = (x[:, 0, :held] for x in cached)  # [B, S, R], [B, S, rope]
         if absorbed and q.shape[1] <= ABSORBED_TOKENS:
             o, weights = self.absorbed_attention(q, latent, k_rope, attention_mask), None  # [B, T, H, V]

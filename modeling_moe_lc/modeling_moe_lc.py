@@ -6,13 +6,13 @@ blocks         finished blocks of the attention residuals, the first is the embe
 
 import math
 from collections.abc import Callable
-from typing import Any, NoReturn, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.generation import GenerationConfig, GenerationMixin
+from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
@@ -23,7 +23,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .attn_res import AttnRes, Borrowed, OrdinaryResidual
 from .backends import operator_impl
 from .configuration.configuration_moe_lc import MoeLcTextConfig
-from .decoding import DecodingStep, is_replayable
+from .decoding import Decoding
 from .gated_mla import ABSORBED_TOKENS, GatedMLA
 from .inputs import check_attention_mask, check_cache, check_tokens
 from .kda import Decay, KimiDeltaAttention, ShortConv
@@ -196,8 +196,10 @@ class MoeLcTextModel(MoeLcPreTrainedModel):
         token_mask = _token_mask(attention_mask, hidden_states.shape[1], segments)
         if self.training:
             self.documents_seen += hidden_states.shape[0] if segments is None else segments.documents()
+        mask, tokens_before = self._causal_mask(hidden_states, attention_mask, past_key_values, segments)
         kwargs.update(
-            attention_mask=self._causal_mask(hidden_states, attention_mask, past_key_values, segments),
+            attention_mask=mask,
+            tokens_before=tokens_before,
             token_mask=token_mask,
             segments=segments,
             past_key_values=past_key_values,
@@ -220,7 +222,9 @@ class MoeLcTextModel(MoeLcPreTrainedModel):
         if given is not None and not padded:
             segments = given
         elif not padded and length > 1:
-            segments = packed_segments(cu_seq_lens_q, seq_idx, position_ids, batch=batch, length=length)
+            by_generate = isinstance(attention_mask, dict)  # whose positions jump at padding, and tell of no documents
+            positions = None if by_generate else position_ids
+            segments = packed_segments(cu_seq_lens_q, seq_idx, positions, batch=batch, length=length)
         elif padded and not (cu_seq_lens_q is None and seq_idx is None and given is None):
             raise ValueError(
                 "attention_mask: expected no padding in a packed batch (cu_seq_lens_q, seq_idx or segments), got some"
@@ -236,24 +240,32 @@ class MoeLcTextModel(MoeLcPreTrainedModel):
         return segments, cache
 
     def _causal_mask(self, x, attention_mask, cache, segments: Segments | None):
+        """For MLA, and how many tokens stand before these where that is told by their number alone."""
         if segments is not None and segments.packed:
-            return None  # GatedMLA goes document by document
-        if self._goes_on_behind_a_cache(x, cache) and _is_unpadded(attention_mask):
-            return None  # MLA has kernels that need no [T, S] mask for that
+            return None, 0  # GatedMLA goes document by document
+        tokens_before = self._tokens_before(x, cache)
+        if tokens_before and _is_unpadded(attention_mask):
+            return None, tokens_before  # MLA has kernels that need no [T, S] mask for that
         if isinstance(attention_mask, dict):
-            return attention_mask["full_attention"]
-        return create_causal_mask(
+            return attention_mask["full_attention"], 0
+        mask = create_causal_mask(
             config=self.config, inputs_embeds=x, attention_mask=attention_mask, past_key_values=cache
         )
+        return mask, 0
 
-    def _goes_on_behind_a_cache(self, x, cache) -> bool:
-        """Whether these are many tokens behind others, and on a device where MLA has kernels for them."""
+    def _tokens_before(self, x, cache) -> int:
+        """In the cache, where these are many, and on a device where MLA has kernels for them; else 0."""
         attention = [layer.self_attn for layer in self.layers if isinstance(layer.self_attn, GatedMLA)]
-        if cache is None or x.shape[1] <= ABSORBED_TOKENS or not attention:
-            return False
+        if (
+            cache is None
+            or x.shape[1] <= ABSORBED_TOKENS
+            or not attention
+            or not all(a.is_flash(x) for a in attention)
+        ):
+            return 0
         if cache.is_compileable and torch.compiler.is_compiling():  # what a static cache holds stands on the device
-            return False
-        return bool(cache.get_seq_length(attention[0].layer_idx) > 0) and all(one.is_flash(x) for one in attention)
+            return 0
+        return int(cache.get_seq_length(attention[0].layer_idx))
 
 
 def _is_unpadded(attention_mask: torch.Tensor | dict | None) -> bool:
@@ -270,39 +282,13 @@ def _token_mask(attention_mask, length: int, segments: Segments | None) -> torch
     return mask[:, -length:].flatten().bool()
 
 
-class LanguageModelHead:
+class LanguageModelHead(Decoding):
     """What models with an `lm_head` share."""
 
     config: Any
     training: bool
     lm_head: nn.Module
     loss_function: Callable
-
-    def init_continuous_batching(self, *args, **kwargs) -> NoReturn:
-        """Raises `ValueError`, also for what is built on it: `generate_batch` and `continuous_batching_context_manager`."""
-        raise ValueError(
-            "generate_batch: expected generate, since a recurrent state cannot be rolled back, got continuous batching"
-        )
-
-    def _prepare_generation_config(self, generation_config: GenerationConfig | None, **kwargs):
-        """As in transformers, but a prefill goes by two tokens at least.
-
-        One token behind others is a decoding step: whether it is padding stands on the device, and no step waits for that.
-        """
-        generation_config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)  # type: ignore[misc]
-        if generation_config.prefill_chunk_size == 1:
-            generation_config.prefill_chunk_size = 2
-        return generation_config, model_kwargs
-
-    def _get_static_cache_init_shape(self) -> None:
-        """None: latents are cached, which have no heads for transformers to tell their shape by."""
-
-    def get_compiled_call(self, compile_config) -> Callable:
-        """What `generate` calls for a token where the cache has a fixed size, on a GPU: the model as one CUDA graph; what
-        torch.compile makes of it where a `compile_config` is given, or the model is on several devices."""
-        if compile_config is None and is_replayable(self):  # type: ignore[arg-type]
-            return DecodingStep(self)  # type: ignore[arg-type]
-        return super().get_compiled_call(compile_config)  # type: ignore[misc]
 
     def with_head(
         self, outputs: MoeModelOutputWithPast, labels, logits_to_keep, **kwargs

@@ -29,8 +29,8 @@ class ModelRecipe:
     the computation; the parameters are FP32 at least. `dequantize`: experts in MXFP4 become plain weights; false: they stay
     packed and frozen beside an adapter. `loss_chunk_size`: in tokens; null: all logits at once. `vision`:
     fields of the vision tower's configuration that replace those of `base`; {}: none; null: the text model alone.
-    `cuda_graphs`: each part of a step is launched as a whole; null: where GPUs train on text, each on sequences
-    of its own, and neither `compile` nor dropout is asked for.
+    `cuda_graphs`: each part of a step is launched as a whole; null: where GPUs train in bfloat16 on text,
+    each on sequences of its own, and neither `compile` nor dropout is asked for.
     """
 
     base: str

@@ -112,19 +112,25 @@ def use_graphs(recipe: Recipe, processes: Processes, *, pictures: bool) -> bool:
     """Whether the parts of a step become CUDA graphs.
 
     Raises:
-        ValueError: they were asked for, but another device, pictures, context parallelism or dropout do not allow it.
+        ValueError: they were asked for, but another device, another dtype or backend (some of whose operators wait for the
+            device), pictures, context parallelism or dropout do not allow it.
     """
-    wanted, device = recipe.model.cuda_graphs, processes.device.type
-    shared = any(stage.context_parallel > 1 for stage in recipe.stages)
-    random = _has_dropout(recipe)
-    possible = device == "cuda" and not pictures and not shared and not random
-    if wanted and not possible:
-        got = [device, *["pictures"] * pictures, *["context parallelism"] * shared, *["dropout"] * random]
+    model, device = recipe.model, processes.device.type
+    obstacles = {
+        device: device != "cuda",
+        model.dtype: model.dtype != "bfloat16",
+        f"{model.attn_implementation} attention": model.attn_implementation in ("eager", "moe_lc_reference"),
+        "pictures": pictures,
+        "context parallelism": any(stage.context_parallel > 1 for stage in recipe.stages),
+        "dropout": _has_dropout(recipe),
+    }
+    got = [name for name, is_there in obstacles.items() if is_there]
+    if model.cuda_graphs and got:
         raise ValueError(
-            "model.cuda_graphs: expected a CUDA device, text, a sequence on one GPU and no dropout, "
+            "model.cuda_graphs: expected bfloat16 on a CUDA device, text, a sequence on one GPU and no dropout, "
             f"got {', '.join(got)}"
         )
-    return possible and not recipe.model.compile if wanted is None else wanted
+    return not got and not model.compile if model.cuda_graphs is None else model.cuda_graphs
 
 
 def start_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:

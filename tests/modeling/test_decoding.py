@@ -5,7 +5,7 @@ import torch
 from transformers import CompileConfig, DynamicCache, StaticCache
 from transformers.modeling_outputs import CausalLMOutput
 
-from modeling_moe_lc import MoeLcForCausalLM, MoeLcForConditionalGeneration, decoding, modeling_moe_lc
+from modeling_moe_lc import MoeLcForCausalLM, MoeLcForConditionalGeneration, decoding
 from modeling_moe_lc.configuration.presets import load_multimodal_preset, load_preset
 from modeling_moe_lc.decoding import fixed_size, is_replayable
 
@@ -42,7 +42,8 @@ def replayed(monkeypatch):
     """The graphs that were made, on a machine that makes them."""
     monkeypatch.setattr(Replayed, "made", [])
     monkeypatch.setattr(decoding, "Captured", Replayed)
-    monkeypatch.setattr(modeling_moe_lc, "is_replayable", lambda model: True)
+    monkeypatch.setattr(decoding, "watched", lambda call: (call(), False))
+    monkeypatch.setattr(decoding, "is_replayable", lambda model: True)
 
     def criteria(self, kwargs, config):
         return kwargs["past_key_values"].is_compileable and not config.disable_compile
@@ -155,15 +156,87 @@ def test_sequences_behind_one_prompt(model):
 
 
 def test_a_compile_config_asks_for_torch_compile(model, monkeypatch):
-    monkeypatch.setattr(modeling_moe_lc, "is_replayable", lambda model: True)
+    monkeypatch.setattr(decoding, "is_replayable", lambda model: True)
     monkeypatch.setattr(torch, "compile", lambda call, **options: options)
     assert model.get_compiled_call(CompileConfig(mode="default"))["mode"] == "default"
 
 
-def test_models_on_a_cpu_or_on_several_devices_are_not_replayed(model):
+def test_steps_that_wait_for_the_device_are_launched(model, replayed, monkeypatch):
+    monkeypatch.setattr(decoding, "watched", lambda call: (call(), True))
+    assert torch.equal(generated(model), generated(model, disable_compile=True)) and not replayed
+
+
+def test_one_token_alone_begins_a_text(model, replayed):
+    settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "prefill_chunk_size": 4}
+    expected = model.generate(IDS[1:, :1], **settings)
+    assert torch.equal(model.generate(IDS[1:, :1], cache_implementation="static", **settings), expected)
+
+
+def test_a_cache_is_as_long_as_its_text_asks_for(model):
+    generated(model, max_new_tokens=40)
+    long = model._previous_max_cache_length
+    generated(model)
+    assert model._previous_max_cache_length == long - 32
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_without_recurrent_layers(padding, replayed):
+    torch.manual_seed(0)
+    layers = {"kda_layers": [], "full_attn_layers": [1, 2, 3, 4, 5]}
+    settings = load_preset("tiny").linear_attn_config | layers
+    model = MoeLcForCausalLM(load_preset("tiny", linear_attn_config=settings)).eval()
+    mask = torch.ones_like(IDS)
+    mask[0, :padding] = 0
+    chosen = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(IDS, **chosen)
+    assert torch.equal(model.generate(IDS, cache_implementation="static", **chosen), expected) and len(replayed) == 1
+
+
+def test_under_autocast_a_static_cache_has_one_dtype(model):
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(generated(model), generated(model, cache_implementation=None))
+
+
+def test_chunks_where_transformers_would_lose_something(model, monkeypatch):
+    monkeypatch.setattr(decoding, "CHUNKS_ARE_WHOLE", False)
+    chosen = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 4}
+    cache = DynamicCache(config=model.config)
+    first = model.generate(IDS, past_key_values=cache, **chosen)
+    second = torch.cat([first, IDS], dim=1)
+    expected = model.generate(second, **chosen)
+    assert torch.equal(model.generate(second, past_key_values=cache, prefill_chunk_size=2, **chosen), expected)
+    with pytest.raises(ValueError, match="prefill_chunk_size: expected None with pictures"):
+        model.generate(IDS, prefill_chunk_size=2, pixel_values=torch.zeros(1), **chosen)
+
+
+def test_which_models_are_replayed(monkeypatch):
+    torch.manual_seed(0)
+    model = MoeLcForCausalLM(load_preset("tiny")).eval()
+    assert not is_replayable(model)  # it is on a CPU
+    monkeypatch.setattr(decoding, "_is_on_one_gpu", lambda model: True)
+    assert is_replayable(model)
+    model(IDS, output_hidden_states=True)  # transformers' own hooks stay
+    assert is_replayable(model)
+    hook = model.model.layers[1].register_forward_hook(lambda *_: None)
     assert not is_replayable(model)
-    with torch.device("meta"):
-        assert not is_replayable(torch.nn.Linear(2, 2))
+    hook.remove()
+    model.set_attn_implementation("eager")
+    assert not is_replayable(model)
+    model.set_attn_implementation("sdpa")
+    model._device_mesh = object()
+    assert not is_replayable(model)
+    del model._device_mesh
+    assert is_replayable(model)
+    model.forward = torch.compile(model.forward, backend="eager")
+    assert not is_replayable(model)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_wait_is_seen():
+    x = torch.randn(8, device="cuda")
+    assert decoding.watched(lambda: x.sum().item()) == (x.sum().item(), True)
+    result, waited = decoding.watched(lambda: x @ x)
+    assert not waited and result.is_cuda
 
 
 @pytest.mark.gpu

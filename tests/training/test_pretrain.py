@@ -348,7 +348,7 @@ def unbuilt(monkeypatch):
         ("--model.config.vocab_size=290", "data.folders: expected token ids below the model's vocabulary of 290, got 300"),
         ("--stages.1.context_parallel=2", "stages.1.context_parallel: expected a divisor of the 1 processes, got 2"),
         ("--stages.0.micro_batch=3", "stages.0.sequence_length x micro_batch (64 x 3)"),
-        ("--model.cuda_graphs=true", "model.cuda_graphs: expected a CUDA device, text, a sequence on one GPU and no dropout, got cpu"),
+        ("--model.cuda_graphs=true", "model.cuda_graphs: expected bfloat16 on a CUDA device, text, a sequence on one GPU and no dropout, got cpu"),
         ("--data.folders.python=nowhere", "expected a folder that `moe-lc prepare` has finished, got 'nowhere'"),
         ("--data.validation_split=test", "split: expected one of 'train', 'validation', got 'test'"),
         ("--data.folders.python=nothing_held_out", "expected documents in the split 'validation', got none (prepare again with a larger --validation-share"),
