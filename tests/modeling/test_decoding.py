@@ -199,14 +199,13 @@ def test_under_autocast_a_static_cache_has_one_dtype(model):
 
 def test_chunks_where_transformers_would_lose_something(model, monkeypatch):
     monkeypatch.setattr(decoding, "CHUNKS_ARE_WHOLE", False)
-    chosen = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 4}
+    chosen, prompt = {"do_sample": False, "pad_token_id": 511, "max_new_tokens": 4}, IDS[1:]
     cache = DynamicCache(config=model.config)
-    first = model.generate(IDS, past_key_values=cache, **chosen)
-    second = torch.cat([first, IDS], dim=1)
-    expected = model.generate(second, **chosen)
-    assert torch.equal(model.generate(second, past_key_values=cache, prefill_chunk_size=2, **chosen), expected)
+    longer = torch.cat([model.generate(prompt, past_key_values=cache, **chosen), prompt], dim=1)
+    expected = model.generate(longer, **chosen)
+    assert torch.equal(model.generate(longer, past_key_values=cache, prefill_chunk_size=2, **chosen), expected)
     with pytest.raises(ValueError, match="prefill_chunk_size: expected None with pictures"):
-        model.generate(IDS, prefill_chunk_size=2, pixel_values=torch.zeros(1), **chosen)
+        model.generate(prompt, prefill_chunk_size=2, pixel_values=torch.zeros(1), **chosen)
 
 
 def test_which_models_are_replayed(monkeypatch):
