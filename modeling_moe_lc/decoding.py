@@ -88,6 +88,19 @@ class Decoding:
         if cache is not None and holds_tokens(cache, self.config.get_text_config().layer_types):
             generation_config.prefill_chunk_size = None  # it would read again what the cache holds
 
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+    ):
+        """As in transformers, but a given cache of fixed size that would overflow is refused: on a GPU that would end the process."""
+        cache = model_kwargs.get("past_key_values")
+        if isinstance(cache, Cache) and cache.is_compileable and cache.get_max_length() < max_cache_length:
+            raise ValueError(
+                f"past_key_values: expected room for {max_cache_length} tokens, prompt and new ones, got {cache.get_max_length()}"
+            )
+        return super()._prepare_cache_for_generation(  # type: ignore[misc]
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        )
+
     def _get_static_cache_init_shape(self) -> None:
         """None: latents are cached, which have no heads for transformers to tell their shape by."""
 

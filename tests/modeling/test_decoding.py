@@ -166,6 +166,15 @@ def test_steps_that_wait_for_the_device_are_launched(model, replayed, monkeypatc
     assert torch.equal(generated(model), generated(model, disable_compile=True)) and not replayed
 
 
+def test_a_cache_that_would_overflow_is_refused(model):
+    chosen = {"attention_mask": MASK, "do_sample": False, "pad_token_id": 0, "max_new_tokens": 4}
+    expected = model.generate(IDS, **chosen)
+    enough = StaticCache(config=model.config, max_cache_len=8)
+    assert torch.equal(model.generate(IDS, past_key_values=enough, **chosen), expected)
+    with pytest.raises(ValueError, match="past_key_values: expected room for 8 tokens, prompt and new ones, got 7"):
+        model.generate(IDS, past_key_values=StaticCache(config=model.config, max_cache_len=7), **chosen)
+
+
 def test_one_token_alone_begins_a_text(model, replayed):
     settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "prefill_chunk_size": 4}
     expected = model.generate(IDS[1:, :1], **settings)
