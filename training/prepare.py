@@ -132,7 +132,7 @@ class Journal:
 
 
 @contextlib.contextmanager
-def begun(out: Path, settings: dict[str, Any]) -> Iterator[Journal]:
+def begun(out: Path, settings: dict[str, Any], elsewhere: str = "another --out") -> Iterator[Journal]:
     """The journal of a folder and of its splits, which are made, or gone on with. Raises ValueError as `Journal`.
 
     Where the work in the context fails before it wrote a shard, what was made here is removed again, or else other settings
@@ -142,7 +142,7 @@ def begun(out: Path, settings: dict[str, Any]) -> Iterator[Journal]:
     made = [path for path in (out, *parts) if not path.exists()]
     for split in SPLITS:
         (out / split).mkdir(parents=True, exist_ok=True)
-    journal = Journal(out, settings)
+    journal = Journal(out, settings, elsewhere)
     try:
         yield journal
     except BaseException as error:

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from .chat_encoding import ChatEncoder
 from .chat_shards import LEARNED, Conversation, write_chat_shard
 from .corpus import Document, is_held_out
-from .prepare import SPLITS, TOKENIZER, Journal, check_settings
+from .prepare import SPLITS, TOKENIZER, Journal, begun, check_settings
 from .recipe import Recipe
 from .shards import MANIFEST, read_manifest, token_dtype, write_manifest
 from .sources import Item, Reading, Record, iterate_records, list_items
@@ -56,13 +56,11 @@ def _prepare(name: str, source: str, longest: int, recipe: Recipe) -> None:
         return check_settings(out, read_manifest(out)["settings"], settings, elsewhere)
     encoder = ChatEncoder(tokenizer, recipe.chat.variables)
     facts = tokenizer_facts(tokenizer)
-    for split in SPLITS:
-        (out / split).mkdir(parents=True, exist_ok=True)
-    journal = Journal(out, settings, elsewhere)
-    if not (out / TOKENIZER).exists():
-        tokenizer.save_pretrained(out / f".{TOKENIZER}.partial")
-        (out / f".{TOKENIZER}.partial").rename(out / TOKENIZER)
-    _write_shards(out, journal, items, encoder, token_dtype(facts["vocab_size"]), recipe, longest)
+    with begun(out, settings, elsewhere) as journal:
+        if not (out / TOKENIZER).exists():
+            tokenizer.save_pretrained(out / f".{TOKENIZER}.partial")
+            (out / f".{TOKENIZER}.partial").rename(out / TOKENIZER)
+        _write_shards(out, journal, items, encoder, token_dtype(facts["vocab_size"]), recipe, longest)
     splits = {split: _split(journal, split) for split in SPLITS}
     counts = sum((collections.Counter(entry["counts"]) for entry in journal.entries), collections.Counter())
     for split, share, other in zip(SPLITS, ("less", "more"), ("smaller", "larger"), strict=True):

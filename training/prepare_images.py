@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from .corpus import is_held_out
 from .media_shards import PICTURES, Pictures, StoredDocument, as_json, write_media_shard
-from .prepare import LONGEST_CONTEXT, SPLITS, TOKENIZER, Journal, check_settings, warn_without_validation
+from .prepare import LONGEST_CONTEXT, SPLITS, TOKENIZER, Journal, begun, check_settings, warn_without_validation
 from .shards import MANIFEST, read_manifest, token_dtype, write_manifest
 from .tokenizer import tokenizer_facts, train_tokenizer
 
@@ -115,19 +115,17 @@ def prepare(
         check_settings(out, read_manifest(out)["settings"], settings)
         print(f"{out} is complete")
         return
-    for split in SPLITS:
-        (out / split).mkdir(parents=True, exist_ok=True)
-    journal = Journal(out, settings)
-    processor = _kept_processor(out / TOKENIZER, lambda: new_processor(rows()))
-    facts = tokenizer_facts(processor.tokenizer)
-    try:
-        _write_shards(out, journal, rows(), processor, token_dtype(facts["vocab_size"]))
-    except KeyboardInterrupt:
-        print(f"\ninterrupted after {len(journal.entries)} shards; the same command goes on from there")
-        raise
-    splits = {split: _split(journal, split, Pictures.of(processor)) for split in SPLITS}
-    if not splits[SPLITS[0]]["documents"]:
-        raise ValueError("sources: expected documents to train on, got none")
+    with begun(out, settings) as journal:
+        processor = _kept_processor(out / TOKENIZER, lambda: new_processor(rows()))
+        facts = tokenizer_facts(processor.tokenizer)
+        try:
+            _write_shards(out, journal, rows(), processor, token_dtype(facts["vocab_size"]))
+        except KeyboardInterrupt:
+            print(f"\ninterrupted after {len(journal.entries)} shards; the same command goes on from there")
+            raise
+        splits = {split: _split(journal, split, Pictures.of(processor)) for split in SPLITS}
+        if not splits[SPLITS[0]]["documents"]:
+            raise ValueError("sources: expected documents to train on, got none")
     write_manifest(out, {"settings": settings, "tokenizer": facts, "splits": splits})
     journal.path.unlink()
     for split, content in splits.items():

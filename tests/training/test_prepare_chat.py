@@ -146,6 +146,7 @@ def test_long_conversations(recipe, tokenizer, tmp_path, kind, capsys):
     if kind == "refuse":
         with pytest.raises(ValueError, match="chat.jsonl:26: expected at most the 256 tokens .* got "):
             prepare_conversations(recipe)
+        assert not (tmp_path / "data").exists()  # the file mended, or another choice made, the same command runs
         return
     prepare_conversations(recipe)
     assert {"drop": "2 too long", "truncate": "1 truncated, 1 too long"}[kind] in capsys.readouterr().out

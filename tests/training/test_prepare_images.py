@@ -187,6 +187,7 @@ def test_bad_documents_are_named(line, named, tmp_path, capsys):
     path.write_text('{"content": [{"type": "text", "text": "fine"}]}\n' + line + "\n")
     assert made.prepare(path, tmp_path / "data") == 2
     assert named in capsys.readouterr().err
+    assert not (tmp_path / "data").exists()  # the document mended, the same command runs
 
 
 @pytest.mark.parametrize(
