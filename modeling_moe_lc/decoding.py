@@ -175,10 +175,8 @@ def is_replayable(model: torch.nn.Module) -> bool:
 
 def _is_on_one_gpu(model: torch.nn.Module) -> bool:
     tensors = (*model.parameters(), *model.buffers())
-    devices, plain = (
-        {tensor.device for tensor in tensors},
-        all(type(tensor.data) is torch.Tensor for tensor in tensors),
-    )
+    devices = {tensor.device for tensor in tensors}
+    plain = all(type(tensor.data) is torch.Tensor for tensor in tensors)
     return len(devices) == 1 and devices.pop().type == "cuda" and plain
 
 

@@ -46,7 +46,8 @@ NEGLIGIBLE = 1e-3  # of the largest norm of a gradient
 OUT_OF_MEMORY, NOT_FINITE = "out of memory", "wrong: not finite"
 NOTES = """
 A step: forward, backward and AdamW of the adapter on one document of {tokens:,} tokens, layers {checkpointed}. ours: as `moe-lc
-finetune` does it, forward and backward one CUDA graph; launched: ours, kernel by kernel, as stock PEFT is. weights: GB of the model, adapter included. state: GB of the adapter's gradients, moments and BF16 copies. above: GB of the peak above the weights,
+finetune` does it, forward and backward one CUDA graph; launched: ours, kernel by kernel, as stock PEFT is. weights: GB of the
+model, adapter included. state: GB of the adapter's gradients, moments and BF16 copies. above: GB of the peak above the weights,
 state included. stock PEFT: W + B A of a layer is built, experts run by transformers' grouped_mm; always on BF16 experts, since it
 cannot adapt packed ones. Random weights spread tokens over all experts."""
 
