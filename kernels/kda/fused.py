@@ -19,12 +19,9 @@ from .fused_backward import (
     kda_bwd_kernel_scans,
 )
 from .fused_forward import kda_fwd_kernel_prepare, kda_fwd_kernel_scan
+from .fused_gate import STEEP
 from .fused_split import enter, enter_back, find_maps, pieces_of
-from .fused_unbounded import (
-    kda_unbounded_kernel_gradients,
-    kda_unbounded_kernel_scores,
-    kda_unbounded_kernel_solve,
-)
+from .fused_steep import kda_steep_kernel_gradients, kda_steep_kernel_scores, kda_steep_kernel_solve
 
 
 CHUNK, HALF = 64, 32
@@ -111,7 +108,9 @@ class Call:
         precision = "tf32x3" if q.dtype == torch.float32 else "tf32"
         self.common = {"VARLEN": self.layout.packed, "PRECISION": precision}
         self.scale = 1.0 / math.sqrt(self.K)
-        if lower_bound is not None:
+        if lower_bound is None:
+            self.gate = {"LOWER_BOUND": None, "SHIFT": int(STEEP.value) // 2}
+        else:
             self.gate = {"LOWER_BOUND": float(lower_bound), "SHIFT": shift_of(lower_bound)}
 
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -122,7 +121,7 @@ class Call:
         K, V = self.K, self.V
         values = CHUNK * (3 * K + V + CHUNK)
         if backward:
-            values += CHUNK * (V + 3 * CHUNK) + 2 * K * V + (0 if self.lower_bound is None else 7 * HALF * K)
+            values += CHUNK * (V + 3 * CHUNK) + 2 * K * V + 7 * HALF * K
         return self.layout.count * values * self.q.element_size()
 
     def pieces(self, G: int):
@@ -145,32 +144,32 @@ class Call:
         work["gam"] = self.new(n, G, K, dtype=f32)
         if save or self.lower_bound is None:
             work["Minv"] = self.new(n, G, CHUNK, CHUNK)
+        if self.lower_bound is None:
+            work["steep"] = self.new(n, G, dtype=torch.int32)
         if save:
             work["norms"] = self.new(n, G, 2, CHUNK, dtype=f32)
-        if self.lower_bound is None:
-            self._prepare_unbounded(work, head, G, save)
-            return work
-        if save:
             work |= {"rows": self.new(n, G, 2 * CHUNK, K), "keys": self.new(n, G, CHUNK + HALF, K)}
             work["totals"] = self.new(n, G, 2, K, dtype=f32)
         saved = [work[name if save else "gam"] for name in ("Minv", "norms", "rows", "keys", "totals")]
         kda_fwd_kernel_prepare[(G * n,)](
             self.q, self.k, self.v, self.g, self.beta, self.A_log, self.dt_bias, self.layout.chunks,
-            work["Qh"], work["Kt"], work["W"], work["U"], work["P"], work["gam"], *saved,
+            work["Qh"], work["Kt"], work["W"], work["U"], work["P"], work["gam"], *saved, work.get("steep"),
             self.T, self.H, head, self.scale, G=G, K=K, BK=min(K, 64), V=V, BV=min(V, 64), ROWS=_rows(K), SAVE=save,
             **self.gate, **self.common, num_warps=4, maxnreg=168,
         )  # fmt: skip
+        if self.lower_bound is None:
+            self._prepare_steep(work, head, G, save)
         return work
 
-    def _prepare_unbounded(self, work, head, G, save):
+    def _prepare_steep(self, work, head, G, save):
         n, K, V, layout = self.layout.count, self.K, self.V, self.layout
-        kda_unbounded_kernel_scores[(G * n,)](
-            self.q, self.k, self.g, self.beta, self.A_log, self.dt_bias, layout.chunks,
+        kda_steep_kernel_scores[(G * n,)](
+            self.q, self.k, self.g, self.beta, self.A_log, self.dt_bias, layout.chunks, work["steep"],
             work["Qh"], work["Kt"], work["W"], work["P"], work["Minv"], work["gam"], work["norms" if save else "gam"],
             self.T, self.H, head, self.scale, G=G, K=K, BK=min(K, 32), SAVE=save, **self.common, num_warps=4,
         )  # fmt: skip
-        kda_unbounded_kernel_solve[(G * n,)](
-            self.v, self.beta, layout.chunks, work["Minv"], work["W"], work["U"], self.T, self.H, head,
+        kda_steep_kernel_solve[(G * n,)](
+            self.v, self.beta, layout.chunks, work["steep"], work["Minv"], work["W"], work["U"], self.T, self.H, head,
             G=G, K=K, V=V, BN=min(K, V), **self.common, num_warps=4,
         )  # fmt: skip
 
@@ -227,8 +226,10 @@ def launch_backward(call: Call, initial_state, o, do, d_final, kept):
         work = kept or call.prepare(head, size, save=True)
         _backward_scans(call, work, head, size, do, initial_state, d_final, d_initial)
         _backward_pairs(call, work, head, size, o, do, dv, dbeta)
-        keys = _backward_keys_unbounded if call.lower_bound is None else _backward_keys
-        keys(call, work, head, size, do, dv, dq, dk, dg, dA_log, ddt_bias)
+        gradients = dq, dk, dg, dA_log, ddt_bias
+        _backward_keys(call, work, head, size, do, dv, *gradients)
+        if call.lower_bound is None:
+            _backward_keys_steep(call, work, head, size, do, dv, *gradients)
     return dq, dk, dv, dg, dbeta, dA_log.sum((0, 2)), ddt_bias.sum(0), d_initial
 
 
@@ -285,11 +286,11 @@ def _backward_keys(call, work, head, G, do, dv, dq, dk, dg, dA_log, ddt_bias):
     )  # fmt: skip
 
 
-def _backward_keys_unbounded(call, work, head, G, do, dv, dq, dk, dg, dA_log, ddt_bias):
+def _backward_keys_steep(call, work, head, G, do, dv, dq, dk, dg, dA_log, ddt_bias):
     n, K, V = call.layout.count, call.K, call.V
     BK = min(K, 64)
-    kda_unbounded_kernel_gradients[(K // BK * G * n,)](
-        call.q, call.k, call.g, do, dv, call.A_log, call.dt_bias, call.layout.chunks, work["norms"], work["S"],
+    kda_steep_kernel_gradients[(K // BK * G * n,)](
+        call.q, call.k, call.g, do, dv, call.A_log, call.dt_bias, call.layout.chunks, work["steep"], work["norms"], work["S"],
         work["R"], work["dS"], work["dscores"], work["sums"], dq, dk, dg, dA_log, ddt_bias,
         call.T, call.H, head, call.scale, G=G, K=K, BK=BK, V=V, BV=min(V, 64), **call.common, num_warps=8,
     )  # fmt: skip

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ..launch import launched
 from .fused_forward import scan_states
-from .fused_gate import HALF, LOG2E, C, bounded_decay, chunk_of, chunks_of, gate_rate, program_of, sigmoid, sums_to
+from .fused_gate import HALF, LOG2E, C, chunk_of, chunks_of, gate_decay, gate_rate, program_of, sigmoid, sums_to
 
 
 @triton.jit
@@ -284,7 +284,7 @@ def kda_bwd_kernel_inputs(
         along = sums + slot * 3 * C + row
         diagonal, along_q, along_k = tl.load(along), tl.load(along + C), tl.load(along + 2 * C)
         x = x.to(tl.float32)
-        decay = tl.where(inside, bounded_decay(x, rate, bias, LOWER_BOUND), 0.0)
+        decay = tl.where(inside, gate_decay(x, rate, bias, LOWER_BOUND), 0.0)
         inner, _ = sums_to(decay, -SHIFT)
         grow, shrink = tl.exp2(-inner), tl.exp2(inner)
         qs, kn = qs.to(tl.float32) * q_norm, kn.to(tl.float32) * k_norm
@@ -294,11 +294,15 @@ def kda_bwd_kernel_inputs(
         dkn = grow * rows_k.to(tl.float32) + diagonal * qs
         dkn += shrink * cols.to(tl.float32)
         tl.store(dk + token, (k_norm * (dkn - kn * along_k)).to(dk.dtype.element_ty), mask=inside)
-        opened = decay * (-1.0 / (LOWER_BOUND * LOG2E))
-        dx = d_decay.to(tl.float32) * (opened * (1.0 - opened)) * (rate * LOWER_BOUND)
+        if LOWER_BOUND is None:
+            dx = d_decay.to(tl.float32) * sigmoid(x + bias) * -rate
+            d_rate -= d_decay.to(tl.float32) * decay / LOG2E
+        else:
+            opened = decay * (-1.0 / (LOWER_BOUND * LOG2E))
+            dx = d_decay.to(tl.float32) * (opened * (1.0 - opened)) * (rate * LOWER_BOUND)
+            d_rate += dx * (x + bias)
         tl.store(dg + token, dx.to(dg.dtype.element_ty), mask=inside)
         d_bias += tl.sum(tl.sum(dx, axis=1, keep_dims=True), axis=0, keep_dims=True)
-        d_rate += dx * (x + bias)
     part = chunk.to(tl.int64) * H + head
     tl.store(ddt_bias + part * K + k_start + ck, d_bias)
     total = tl.sum(tl.sum(tl.sum(d_rate, axis=2), axis=1), axis=0)

@@ -2,7 +2,8 @@
 
 Symbols as in README.md. A chunk has C = 64 tokens, split into two halves of 32. Inside a half, decays are factored at its
 beginning with a fixed shift of SHIFT bits, so that 32 rows of a gate bounded at -5 are one dense product in BF16 or FP32,
-and no anchor depends on a later token. Between the halves both exponents are <= 0.
+and no anchor depends on a later token. Between the halves both exponents are <= 0. With the unbounded gate a chunk may be too
+steep for that: `prepare` says so, and what it computes of such a chunk is replaced (`fused_steep.py`).
 
 Workspaces are chunk-major, [NT, G, 64, .], padding rows zero: no later kernel needs a mask.
 """
@@ -11,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..launch import launched
-from .fused_gate import HALF, C, bounded_decay, chunk_of, chunks_of, gate_rate, program_of, sigmoid, sums_to
+from .fused_gate import HALF, STEEP, C, chunk_of, chunks_of, gate_decay, gate_rate, program_of, sigmoid, sums_to
 
 
 @triton.jit
@@ -33,7 +34,7 @@ def scaled(x, inside, norm):
 def decays(g, inside, rate, bias, LOWER_BOUND: tl.constexpr, SHIFT: tl.constexpr):
     """Bits lost since the half began, up to each token, less SHIFT [A, R, K], and in the whole half [K]."""
     x = tl.load(g, mask=inside, other=float("-inf")).to(tl.float32)
-    return sums_to(bounded_decay(x, rate, bias, LOWER_BOUND), -SHIFT)
+    return sums_to(gate_decay(x, rate, bias, LOWER_BOUND), -SHIFT)
 
 
 @triton.jit
@@ -76,6 +77,7 @@ def kda_fwd_kernel_prepare(
     chunks,  # [NT, 2] first token and length of each chunk (VARLEN)
     Qh, Kt, W, U, P, gam,  # [NT, G, C, .], P [NT, G, C, C], gam [NT, G, K] FP32
     Minv, norms, rows, keys, totals,  # for the backward pass (SAVE)
+    steep,  # [NT, G] int32 (LOWER_BOUND None): whether a half loses more bits than the factors bear
     T, H: tl.constexpr, first_head, scale,
     G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr,
     LOWER_BOUND: tl.constexpr, SHIFT: tl.constexpr, VARLEN: tl.constexpr, SAVE: tl.constexpr, PRECISION: tl.constexpr,
@@ -126,6 +128,7 @@ def kda_fwd_kernel_prepare(
         keys += slot * (C + HALF) * K + wide
         totals += slot * 2 * K + tl.arange(0, BK)
 
+    most = tl.zeros((BK,), dtype=tl.float32)
     A00, A11 = tl.zeros((HALF, HALF), dtype=tl.float32), tl.zeros((HALF, HALF), dtype=tl.float32)
     P00, P11 = tl.zeros((HALF, HALF), dtype=tl.float32), tl.zeros((HALF, HALF), dtype=tl.float32)
     A10, P10 = tl.zeros((HALF, HALF), dtype=tl.float32), tl.zeros((HALF, HALF), dtype=tl.float32)
@@ -151,6 +154,8 @@ def kda_fwd_kernel_prepare(
 
         inner, total1 = decays(g + next_half + c, high, rate, bias, LOWER_BOUND, SHIFT)
         tl.store(gam + c, tl.exp2(-total0 - total1))
+        if LOWER_BOUND is None:
+            most = tl.maximum(most, tl.maximum(total0, total1))
         late = shrunk * tl.exp2(-total0 + SHIFT)[None, None, :]
         tl.store(Kt + c, (late * tl.exp2(-total1)[None, None, :]).to(DTYPE))
         if SAVE:
@@ -176,6 +181,8 @@ def kda_fwd_kernel_prepare(
         A10 = tl.dot(xk, z, A10, input_precision=PRECISION)
         P11 = tl.dot(xq, y, P11, input_precision=PRECISION)
         P10 = tl.dot(xq, z, P10, input_precision=PRECISION)
+    if LOWER_BOUND is None:
+        tl.store(steep + slot, (tl.max(most, axis=0) > STEEP).to(tl.int32))
     square, below = i * C + j, HALF * C
     empty = tl.zeros((HALF, HALF), dtype=DTYPE)
     tl.store(P + square, tl.where(i >= j, P00, 0.0).to(DTYPE))

@@ -7,6 +7,8 @@ import triton.language as tl
 C = tl.constexpr(64)
 HALF = tl.constexpr(32)
 LOG2E = tl.constexpr(1.4426950408889634)
+# Bits that half a chunk may lose: halved, both factors of a pair are finite. More of them make a chunk steep.
+STEEP = tl.constexpr(220.0)
 
 
 @triton.jit
@@ -73,10 +75,19 @@ def log1p_of_unit(y):
 
 @triton.jit
 def unbounded_decay(x, rate, bias):
-    """Minus the log-decay in bits, rate softplus(x + bias) log2(e), at most 87 nats: beyond that nothing is left."""
+    """Minus the log-decay in bits, rate softplus(x + bias) log2(e), at most 87 nats: beyond that nothing is left. 0 where x is -inf."""
     x += bias
     softplus = tl.maximum(x, 0.0) + log1p_of_unit(tl.exp2(-tl.abs(x) * LOG2E))
     return tl.minimum(rate * softplus, 87.0) * LOG2E
+
+
+@triton.jit
+def gate_decay(x, rate, bias, LOWER_BOUND: tl.constexpr):
+    """Minus the log-decay in bits; LOWER_BOUND None is the unbounded gate."""
+    if LOWER_BOUND is None:
+        return unbounded_decay(x, rate, bias)
+    else:  # compiled for itself: without an `else` both would be
+        return bounded_decay(x, rate, bias, LOWER_BOUND)
 
 
 @triton.jit

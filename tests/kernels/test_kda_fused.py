@@ -83,6 +83,49 @@ def test_any_decay_of_the_softplus_gate(decay):
         assert (ours[name] - theirs[name]).norm() < 1e-4 * theirs[name].norm() + 1e-6, name
 
 
+def steep_here_and_there(tensors, T, device="cpu"):
+    """Some tokens of every second chunk forget nearly everything, in some channels, so that these chunks are steep."""
+    generator = torch.Generator(device).manual_seed(7)
+    spikes = torch.rand(tensors[3].shape, generator=generator, device=device) < 0.05
+    spikes &= (torch.arange(T, device=device) // 64 % 2 == 1)[:, None, None]
+    tensors[3] = torch.where(spikes, tensors[3] + 60.0, tensors[3])
+    return tensors
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["kept", "computed again"])
+@pytest.mark.parametrize("documents", [None, [0, 70, 70, 230]], ids=["one", "documents"])
+def test_steep_chunks_beside_others(documents, keep, monkeypatch, poison_empty):
+    from modeling_moe_lc.kernels.kda import fused
+
+    monkeypatch.setattr(fused, "KEEP_BYTES", fused.KEEP_BYTES if keep else 0)
+    tensors = steep_here_and_there(make(1, 230, 2, 16, 32, documents=documents), 230)
+    cu_seqlens = None if documents is None else torch.tensor(documents, dtype=torch.int32)
+    steep = fused.Call(*tensors[:7], None, cu_seqlens).prepare(0, 2, save=True)["steep"]
+    assert steep.any() and not steep.all()
+    cotangents = torch.randn(1, 230, 2, 32), torch.randn_like(tensors[-1])
+    ours = run(kda, tensors, None, cu_seqlens, cotangents, impl="triton")
+    theirs = run(kda_recurrent, [x.double() for x in tensors], None, cu_seqlens, cotangents)
+    assert_close(ours, theirs, LIMIT, GRADIENT)
+
+
+@pytest.mark.parametrize("nats", [151.0, 152.0, 153.0, 158.0, 174.0])
+def test_either_side_of_a_steep_chunk(nats):
+    """220 bits in half a chunk are 152.5 nats; with one rate for all tokens, or with all of it in one token."""
+    for where in (slice(None), slice(5, 6), slice(31, 32), slice(40, 42)):
+        tensors = make(1, 64, 1, 16, 16)
+        tokens = torch.zeros(64, dtype=torch.bool)
+        tokens[where] = True
+        lost = nats / tokens[:32].sum().clamp_min(1) if tokens[:32].any() else nats / tokens.sum()
+        tensors[3] = torch.where(tokens[:, None, None], lost.clamp_max(80.0), -12.0).expand_as(tensors[3]).clone()
+        tensors[5], tensors[6] = torch.zeros_like(tensors[5]), torch.zeros_like(tensors[6])
+        cotangents = torch.randn(1, 64, 1, 16), torch.randn_like(tensors[-1])
+        ours = run(kda, tensors, None, None, cotangents, impl="triton")
+        theirs = run(kda_recurrent, [x.double() for x in tensors], None, None, cotangents)
+        assert all(x.isfinite().all() for x in ours.values())
+        for name in ("o", "q", "k", "v", "beta"):
+            assert (ours[name] - theirs[name]).norm() < 1e-4 * theirs[name].norm() + 1e-6, (where, name)
+
+
 def test_saturated_bounded_gate_and_a_huge_rate():
     tensors = make(1, 70, 1, 16, 16)
     tensors[3] = torch.full_like(tensors[3], 50.0)
@@ -257,6 +300,18 @@ def test_bf16_on_a_gpu_against_fp64(T, dim, lower_bound, gate, poison_empty):
     cotangents = torch.randn(1, T, H, dim, device="cuda").bfloat16(), torch.randn_like(tensors[-1])
     ours = run(kda, tensors, lower_bound, None, cotangents, impl="triton")
     theirs = run(kda_chunk, [x.double() for x in tensors], lower_bound, None, cotangents)
+    assert_close(ours, theirs, GPU_LIMIT, GPU_GRADIENT)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128])
+def test_steep_chunks_beside_others_on_a_gpu(dim, poison_empty):
+    T = 2048
+    tensors = steep_here_and_there(make(1, T, 4, dim, dim, gate="slow", device="cuda"), T, "cuda")
+    tensors = [x.bfloat16() if i < 5 else x for i, x in enumerate(tensors)]
+    cotangents = torch.randn(1, T, 4, dim, device="cuda").bfloat16(), torch.randn_like(tensors[-1])
+    ours = run(kda, tensors, None, None, cotangents, impl="triton")
+    theirs = run(kda_chunk, [x.double() for x in tensors], None, None, cotangents)
     assert_close(ours, theirs, GPU_LIMIT, GPU_GRADIENT)
 
 

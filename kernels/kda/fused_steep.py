@@ -1,8 +1,8 @@
-"""KDA with the unbounded (softplus) gate: what comes before the scan forward, and after it backward.
+"""KDA with the unbounded (softplus) gate: the chunks that are too steep for the factors of `prepare` and of `products`.
 
 No factor of a decay may grow here, so the pairs of a chunk go by halving: 32, 16, ..., 1 rows, and at every level the decay
-is split where the later half begins, both exponents <= 0. That is six products and twelve cumulative sums where the
-bounded gate takes one product for 32 rows: exact for any decay, and slower.
+is split where the later half begins, both exponents <= 0. That is six products and twelve cumulative sums where the others
+take one product for 32 rows: exact for any decay, and several times slower. Programs of other chunks end at once.
 """
 
 import triton
@@ -61,10 +61,11 @@ def halving_scores(x, k, decay, PRECISION: tl.constexpr, DTYPE: tl.constexpr, K:
 
 @launched
 @triton.jit
-def kda_unbounded_kernel_scores(
+def kda_steep_kernel_scores(
     q, k, g, beta,  # [tokens, H, K], beta [tokens, H]
     A_log, dt_bias,  # [H], [H, K] FP32
     chunks,  # [NT, 2] first token and length of each chunk (VARLEN)
+    steep,  # [NT, G], as from `prepare`
     Qh, Kt, W, P, A, gam,  # [NT, G, C, K] x3 (W holds beta Kh for now), [NT, G, C, C] x2, gam [NT, G, K] FP32
     norms,  # [NT, G, 2, C] FP32, for the backward pass (SAVE)
     T, H, first_head, scale,
@@ -76,6 +77,8 @@ def kda_unbounded_kernel_scores(
     first, length = chunk_of(chunk, chunks, T, VARLEN)
     DTYPE: tl.constexpr = Qh.dtype.element_ty
     slot = chunk.to(tl.int64) * G + group
+    if tl.load(steep + slot) == 0:
+        return
     start = first * H + head
     rows, ck = tl.arange(0, C), tl.arange(0, BK)
     i, j = rows[:, None], rows[None, :]
@@ -125,9 +128,9 @@ def kda_unbounded_kernel_scores(
 
 @launched
 @triton.jit
-def kda_unbounded_kernel_solve(
+def kda_steep_kernel_solve(
     v, beta,  # [tokens, H, V], [tokens, H]
-    chunks,
+    chunks, steep,
     A, W, U,  # A becomes (I + A)^-1 in place, W M beta Kh; U [NT, G, C, V]
     T, H, first_head,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
@@ -137,6 +140,8 @@ def kda_unbounded_kernel_solve(
     first, length = chunk_of(chunk, chunks, T, VARLEN)
     DTYPE: tl.constexpr = W.dtype.element_ty
     slot = chunk.to(tl.int64) * G + group
+    if tl.load(steep + slot) == 0:
+        return
     rows, cn = tl.arange(0, C), tl.arange(0, BN)
     i, j = rows[:, None], rows[None, :]
     A += slot * C * C
@@ -191,10 +196,10 @@ def pair_gradients(
 
 @launched
 @triton.jit
-def kda_unbounded_kernel_gradients(
+def kda_steep_kernel_gradients(
     q, k, g, do, dv,  # [tokens, H, .]
     A_log, dt_bias,
-    chunks,
+    chunks, steep,
     norms, S_tape, R_tape, dS_tape, dscores, sums,
     dq, dk, dg,  # [tokens, H, K]
     dA_log, ddt_bias,  # partial sums [NT, H, K / BK], [NT, H, K] FP32
@@ -209,6 +214,8 @@ def kda_unbounded_kernel_gradients(
     first, length = chunk_of(chunk, chunks, T, VARLEN)
     DTYPE: tl.constexpr = S_tape.dtype.element_ty
     slot = chunk.to(tl.int64) * G + group
+    if tl.load(steep + slot) == 0:
+        return
     rows, ck, cv = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
     i, j = rows[:, None], rows[None, :]
     inside = i < length
