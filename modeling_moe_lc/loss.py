@@ -55,19 +55,16 @@ class _SummedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_states, targets, lm_head, chunk_size, ignore_index, impl, *parameters):
-        wanted = any(ctx.needs_input_grad)
+        wanted = parameters if any(ctx.needs_input_grad) else None
         nats, by_hidden, by_parameter = [], [], [None] * len(parameters)
         for hidden, target in zip(hidden_states.split(chunk_size), targets.split(chunk_size), strict=True):
-            hidden = hidden.detach().requires_grad_()
-            with torch.set_grad_enabled(wanted):
-                logits = lm_head(hidden)  # [chunk, vocabulary]
-            loss, gradient = cross_entropy_with_gradient(logits.detach(), target, ignore_index=ignore_index, impl=impl)
-            nats.append(loss.sum())
-            if wanted:
-                d_hidden, *others = torch.autograd.grad(logits, [hidden, *parameters], gradient)
+            loss, gradients = _loss_of_chunk(hidden, target, lm_head, ignore_index, impl, wanted)
+            nats.append(loss)
+            if gradients:
+                d_hidden, *others = gradients
                 by_hidden.append(d_hidden)
                 by_parameter = [_plus(total, d) for total, d in zip(by_parameter, others, strict=True)]
-        if wanted:
+        if wanted is not None:
             ctx.save_for_backward(torch.cat(by_hidden), *by_parameter)
             ctx.dtypes = [parameter.dtype for parameter in parameters]
         return torch.stack(nats).sum()
@@ -78,6 +75,19 @@ class _SummedLoss(torch.autograd.Function):
         by_hidden, *by_parameter = ctx.saved_tensors
         scaled = ((scale * d).to(dtype) for d, dtype in zip(by_parameter, ctx.dtypes, strict=True))
         return (scale * by_hidden).to(by_hidden.dtype), *5 * [None], *scaled
+
+
+def _loss_of_chunk(hidden, target, lm_head, ignore_index, impl, wanted):
+    """The sum of the losses and its gradients by `hidden` and by the parameters `wanted`, or none if that is None.
+
+    A function of its own, so that the logits are gone before those of the next chunk come.
+    """
+    hidden = hidden.detach().requires_grad_()
+    with torch.set_grad_enabled(wanted is not None):
+        logits = lm_head(hidden)  # [chunk, vocabulary]
+    loss, gradient = cross_entropy_with_gradient(logits.detach(), target, ignore_index=ignore_index, impl=impl)
+    gradients = () if wanted is None else torch.autograd.grad(logits, [hidden, *wanted], gradient)
+    return loss.sum(), gradients
 
 
 def _plus(total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,13 @@
 """Training: checkpointing, chunked loss and micro-batches change nothing; starting values are as published."""
 
+import weakref
+
 import pytest
 import torch
 
 from modeling_moe_lc import MoeLcForCausalLM, update_router_bias
 from modeling_moe_lc.configuration.presets import load_preset
+from modeling_moe_lc.loss import chunked_causal_lm_loss
 
 
 def gradients(model, **inputs):
@@ -42,6 +45,22 @@ def test_loss_in_chunks_equals_the_loss(tiny, ids, chunk, items):
     for name, grad in grads.items():
         assert (grad - expected[name]).norm() <= 1e-5 * expected[name].norm() + 1e-8, name
     assert model.eval()(**inputs).logits.shape == (2, 20, 512)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_the_logits_of_one_chunk_at_a_time_are_there(trained):
+    class Head(torch.nn.Linear):
+        def forward(self, hidden):
+            assert not any(logits() is not None for logits in self.given)
+            logits = super().forward(hidden)
+            self.given.append(weakref.ref(logits))
+            return logits
+
+    head = Head(8, 32, bias=False).requires_grad_(trained)
+    head.given = []
+    hidden = torch.randn(2, 20, 8, requires_grad=True)
+    chunked_causal_lm_loss(hidden, head, torch.randint(32, (2, 20)), 7).backward()
+    assert len(head.given) == 6
 
 
 def test_train_and_eval_agree_and_every_parameter_learns(tiny, ids):
