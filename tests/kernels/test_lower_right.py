@@ -27,14 +27,18 @@ def compare(n, S, K, V, device, dtype):
     return max(itertools.starmap(relative, zip((o, *found), (expected, *gradients), strict=True)))
 
 
-@pytest.mark.parametrize(("n", "S"), [(1, 2), (1, 40), (17, 17), (17, 18), (40, 100)])
-def test_last_queries(n, S):
+@pytest.mark.parametrize("triangles", [1 << 20, 1])
+@pytest.mark.parametrize(("n", "S"), [(1, 2), (1, 40), (17, 17), (17, 18), (17, 34), (40, 100), (40, 170)])
+def test_last_queries(n, S, triangles, monkeypatch):
+    monkeypatch.setattr(lower_right, "TRIANGLES", triangles)
     assert compare(n, S, 24, 16, "cpu", torch.float64) < 1e-12
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", ["_kernel", "_cudnn", "_flash"])
-@pytest.mark.parametrize(("n", "S"), [(1, 2), (1, 40), (17, 300), (256, 256), (200, 5000), (4096, 4100)])
+@pytest.mark.parametrize(
+    ("n", "S"), [(1, 2), (1, 40), (17, 300), (256, 256), (200, 5000), (4096, 4100), (8200, 24700)]
+)
 def test_last_queries_on_a_gpu(n, S, kernel, monkeypatch):
     if kernel == "_cudnn" and n == 1:
         pytest.skip("cuDNN has no attention of one query and one key")
