@@ -8,6 +8,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from modeling_moe_lc import MoeLcForCausalLM, MoeLcForConditionalGeneration, decoding
 from modeling_moe_lc.configuration.presets import load_multimodal_preset, load_preset
 from modeling_moe_lc.decoding import fixed_size, is_replayable
+from modeling_moe_lc.training.random_model import first_layers
 
 
 IDS = torch.tensor([[0, 0, 5, 6, 7], [1, 2, 3, 4, 5]])
@@ -251,7 +252,7 @@ def test_on_a_gpu_a_wait_is_seen():
 @pytest.mark.parametrize("batch", [1, 5])
 def test_on_a_gpu_replayed_steps_are_those_that_were_launched(batch):
     torch.manual_seed(0)
-    model = MoeLcForCausalLM(load_preset("200m-a90m", num_hidden_layers=4)).to("cuda", torch.bfloat16).eval()
+    model = MoeLcForCausalLM(first_layers("200m-a90m", 4)).to("cuda", torch.bfloat16).eval()
     assert is_replayable(model)
     ids = torch.randint(1, 1000, (batch, 40), device="cuda")
     mask = torch.ones_like(ids)
