@@ -24,7 +24,7 @@ from modeling_moe_lc.training.context_parallel import context_parallel
 from modeling_moe_lc.training.processes import Processes, processes
 from modeling_moe_lc.training.recipe import Recipe
 from modeling_moe_lc.training.recipe_file import build
-from modeling_moe_lc.training.run_log import STEP, read_log, records_of
+from modeling_moe_lc.training.run_log import LOG, STEP, read_log, records_of
 from modeling_moe_lc.training.start import build_model, fill_model, low_precision, model_config
 
 
@@ -44,11 +44,14 @@ PACKAGES = (
     "xml",
 )
 LENGTH = int(os.environ.get("MOE_LC_CONTEXT", "262144"))  # of the sequence that the GPUs share
-RECIPE = f"""
-model: {{base: 200m-a90m, activation_checkpointing: true}}
+PRESETS = ("200m-a90m", "1b-a200m")
+# The rate rises, as at the start of a long run: at the full one, each step amplifies the roundings of those before it.
+RECIPE = """
+model: {{base: {base}, activation_checkpointing: true}}
+data: {{folders: {{python: {data}}}, validation_tokens: 131072}}
 tokens_per_step: 131072
-stages: [{{name: 8k, sequence_length: 8192, tokens: {STEPS * 131_072}, micro_batch: 8}}]
-optimizer: {{learning_rate: 2e-4}}
+stages: [{{name: 8k, sequence_length: 8192, tokens: {tokens}, micro_batch: 8}}]
+optimizer: {{learning_rate: 2e-4, warmup_share: 0.2}}
 logging: {{every_steps: 1}}
 checkpoints: {{every_minutes: null, every_steps: 10, keep: 9}}
 """
@@ -71,19 +74,18 @@ CONTEXT = {
 }
 LAUNCHED = ("--model.cuda_graphs", "false")
 TRAIN = (sys.executable, "-m", "modeling_moe_lc.training.cli", "train")
-ALONE = {"CUDA_VISIBLE_DEVICES": "0"}
 
 
-def launched(*command, gpus=GPUS, **environment):
-    """The command, under torchrun where it is for several GPUs."""
+def launched(*command, gpus=GPUS, first=0):
+    """The command, under torchrun where it is for several GPUs, the one of number `first` and those that follow."""
     several = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus))
     command = command if gpus == 1 else (*several, *command[1:])
-    where = ALONE if gpus == 1 else {}
-    return subprocess.Popen(list(map(str, command)), env=os.environ | where | environment)
+    seen = ",".join(map(str, range(first, first + gpus)))
+    return subprocess.Popen(list(map(str, command)), env=os.environ | {"CUDA_VISIBLE_DEVICES": seen})
 
 
-def finished(*command, gpus=GPUS, **environment):
-    job = launched(*command, gpus=gpus, **environment)
+def finished(*command, gpus=GPUS):
+    job = launched(*command, gpus=gpus)
     try:
         assert job.wait(400) == 0
     finally:
@@ -96,35 +98,41 @@ def losses(run: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """With a recipe, and its run on one GPU, on all, and on all without CUDA graphs."""
+    """With a recipe for each preset, and its run on one GPU and on all; of the smaller one also without CUDA graphs."""
     folder = tmp_path_factory.mktemp("gpus")
     data = folder / "data"
     # Enough of it for 50 steps: what is learned by heart amplifies every rounding.
     library = Path(sysconfig.get_path("stdlib"))
     sources = [*sorted(library.glob("*.py")), *(library / name for name in PACKAGES)]
     splits = ("--suffixes", ".py", "--validation-share", 0.1, "--train-tokenizer", 4096, "--tokenizer-characters", 5e6)
-    prepare = (*TRAIN[:-1], "prepare", *sources, "--out", data, *splits)
-    finished(*prepare, gpus=1)
-    (folder / "recipe.yaml").write_text(RECIPE + f"data: {{folders: {{python: {data}}}, validation_tokens: 131072}}\n")
-    finished(*TRAIN, folder / "recipe.yaml", "--output_dir", folder / "one", gpus=1)
-    finished(*TRAIN, folder / "recipe.yaml", "--output_dir", folder / "graphs", gpus=GPUS)
-    finished(*TRAIN, folder / "recipe.yaml", "--output_dir", folder / "launched", *LAUNCHED, gpus=GPUS)
+    finished(*TRAIN[:-1], "prepare", *sources, "--out", data, *splits, gpus=1)
+    alone = []
+    for i, preset in enumerate(PRESETS):
+        recipe = folder / f"{preset}.yaml"
+        recipe.write_text(RECIPE.format(base=preset, data=data, tokens=STEPS * 131_072))
+        alone.append(launched(*TRAIN, recipe, "--output_dir", folder / f"{preset} one", gpus=1, first=i))
+    assert [job.wait(400) for job in alone] == [0] * len(alone)
+    for preset in PRESETS:
+        finished(*TRAIN, folder / f"{preset}.yaml", "--output_dir", folder / f"{preset} graphs")
+    small = folder / f"{PRESETS[0]}.yaml"
+    finished(*TRAIN, small, "--output_dir", folder / f"{PRESETS[0]} launched", *LAUNCHED)
     return folder
 
 
-@pytest.mark.parametrize("of_all", ["graphs", "launched"])
-def test_fsdp_has_the_losses_of_one(folder, of_all):
-    one, several = losses(folder / "one"), losses(folder / of_all)
+@pytest.mark.parametrize("run", [f"{PRESETS[0]} graphs", f"{PRESETS[0]} launched", f"{PRESETS[1]} graphs"])
+def test_fsdp_has_the_losses_of_one(folder, run):
+    one, several = losses(folder / f"{run.split()[0]} one"), losses(folder / run)
     assert len(one) == len(several) == STEPS
     differences = [abs(a / b - 1) for a, b in zip(several, one, strict=True)]
-    print(f"\nFSDP2 on {GPUS} GPUs ({of_all}): losses of {STEPS} steps differ by {max(differences):.1e} at most")
+    print(f"\nFSDP2 on {GPUS} GPUs, {run}: losses of {STEPS} steps, {one[0]:.3f} to {one[-1]:.3f}, differ by", end=" ")
+    print(f"{max(differences):.1e} at most, {max(differences[:25]):.1e} in the first 25 steps")
     assert max(differences) < 1e-3
 
 
 def test_an_adapter_has_the_losses_of_one(folder):
     """By CUDA graphs on all, without on one."""
     recipe, found = folder / "adapter.yaml", []
-    recipe.write_text(ADAPTER.format(base=folder / "one" / "models" / "8k", data=folder / "data"))
+    recipe.write_text(ADAPTER.format(base=folder / f"{PRESETS[0]} one" / "models" / "8k", data=folder / "data"))
     for gpus, options in ((1, LAUNCHED), (GPUS, ())):
         run = folder / f"adapter-{gpus}"
         finished(*TRAIN[:-1], "finetune", recipe, "--output_dir", run, *options, gpus=gpus)
@@ -135,19 +143,20 @@ def test_an_adapter_has_the_losses_of_one(folder):
 
 
 def test_after_a_kill_fewer_go_on(folder):
-    run = folder / "killed"
-    job = launched(*TRAIN, folder / "recipe.yaml", "--output_dir", run)
+    run, train = folder / "killed", (*TRAIN, folder / f"{PRESETS[0]}.yaml", "--output_dir", folder / "killed")
+    job = launched(*train)
     try:
         until = time.monotonic() + 300
-        while not run.is_dir() or len(losses(run)) < KILLED_AFTER:
+        while not (run / LOG).is_file() or len(losses(run)) < KILLED_AFTER:
             assert job.poll() is None and time.monotonic() < until
             time.sleep(0.2)
         _kill_a_rank(job.pid)
         assert job.wait(120) != 0
     finally:
         job.terminate()
-    finished(*TRAIN, folder / "recipe.yaml", "--output_dir", run, gpus=GPUS // 2)
-    differences = [abs(a / b - 1) for a, b in zip(losses(run), losses(folder / "one"), strict=True)]
+    finished(*train, gpus=GPUS // 2)
+    one = losses(folder / f"{PRESETS[0]} one")
+    differences = [abs(a / b - 1) for a, b in zip(losses(run), one, strict=True)]
     print(f"\nkilled, then {GPUS // 2} GPUs: losses differ by {max(differences):.1e} at most")
     assert max(differences) < 1e-3
 
