@@ -1,8 +1,8 @@
 """`moe-lc bench kda`: KDA beside FLA, beside recorded figures of two CUDA libraries, beside attention and the byte floor.
 
 BF16, B = 1, K = V = 128, bounded gate; L2 norm, gate and sigmoid inside. "Fast" gates forget most of the state at every
-token, "slow" ones keep it for hundreds: some implementations are quick on the former alone. The layer without its GEMMs:
-bench_kda_layer.py.
+token, "slow" ones keep it for hundreds: some implementations are quick on the former alone. "softplus": the unbounded gate,
+where "fast" ones leave a few heads too steep for most kernels. The layer without its GEMMs: bench_kda_layer.py.
 """
 
 import argparse
@@ -33,10 +33,12 @@ from .bench_kda_implementations import (
 )
 
 
+Pair = tuple[torch.Tensor, torch.Tensor]
+
 DIM = 128
 SHIFT = {"fast": 0.0, "slow": -6.0}  # of the raw gates
 DIRECTIONS = {"forward": FORWARD, "backward": BACKWARD}
-PARTS = (*DIRECTIONS, "decode", "layer")
+PARTS = (*DIRECTIONS, "decode", "layer", "softplus")
 CHECKED_TOKENS, TAIL = 2048, 128
 INPUT_SETS, LONG = 3, 16384  # from this length on one set is larger than any cache
 COLD_BYTES = 256 << 20  # states that are stepped in turn are together larger than any cache
@@ -94,17 +96,23 @@ def run(args: argparse.Namespace) -> int:
         args.lengths, args.heads, args.batches = args.lengths[:1], args.heads[:1], args.batches[:1]
     machine = Cuda()
     compared = implementations()
-    return bench(args, machine, compared, bench_kda_layer.implementations(compared))
+    return bench(args, machine, compared, bench_kda_layer.implementations(compared), implementations(lower_bound=None))
 
 
 def bench(
-    args: argparse.Namespace, machine, compared: Sequence[Implementation], layers: Sequence[Implementation]
+    args: argparse.Namespace,
+    machine,
+    compared: Sequence[Implementation],
+    layers: Sequence[Implementation],
+    unbounded: Sequence[Implementation],
 ) -> int:
     """Measures every case with every implementation; returns the exit status, 1 where one was wrong."""
     directions = [direction for part, direction in DIRECTIONS.items() if part in args.only]
     sequences = [(KDA, compared, gate, directions) for gate in SHIFT if directions]
     if "layer" in args.only:
         sequences.append((LAYER, layers, "slow", [FORWARD, BACKWARD]))
+    if "softplus" in args.only:
+        sequences += [(SOFTPLUS, unbounded, gate, [FORWARD, BACKWARD]) for gate in SHIFT]
     attention = [T for T in args.lengths if "forward" in args.only and (args.long_sdpa or T <= SDPA_TOKENS)]
     batches = args.batches if "decode" in args.only else []
     rows = sum(direction in one.directions for _, of, _, which in sequences for direction in which for one in of)
@@ -150,8 +158,8 @@ def layer_bytes(direction: str) -> int:
     return kda_bytes(direction) + forward + (backward if direction == BACKWARD else 0)
 
 
-def kda_reference(x: Inputs, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    return kda_chunk(**x, lower_bound=LOWER_BOUND, initial_state=state)
+def kda_reference(x: Inputs, state: torch.Tensor | None, lower_bound: float | None = LOWER_BOUND) -> Pair:
+    return kda_chunk(**x, lower_bound=lower_bound, initial_state=state)
 
 
 def results(sequence: Operator, x: Inputs, with_gradients: bool) -> Inputs:
@@ -180,7 +188,7 @@ def check_short(problem: Problem, compared: Sequence[Implementation], H: int, ga
 
 
 @torch.no_grad()
-def check_tail(implementation: Implementation, x: Inputs) -> dict[str, float]:
+def check_tail(implementation: Implementation, x: Inputs, lower_bound: float | None = LOWER_BOUND) -> dict[str, float]:
     """At full size: the last outputs against the recurrence in FP64 from the state that the tokens before them leave."""
     gate = {name: t for name, t in x.items() if t.ndim < 3}
     before, last = (
@@ -188,11 +196,18 @@ def check_tail(implementation: Implementation, x: Inputs) -> dict[str, float]:
     )
     _, state = implementation.sequence({name: t.contiguous() for name, t in before.items()} | gate, None)
     last = {name: t.double() for name, t in last.items()} | gate
-    expected, _ = kda_recurrent(**last, lower_bound=LOWER_BOUND, initial_state=state.double())
+    expected, _ = kda_recurrent(**last, lower_bound=lower_bound, initial_state=state.double())
     return {"tail": relative_error(implementation.sequence(x, None)[0][:, -TAIL:], expected)}
 
 
 KDA = Problem("kda", make_inputs, kda_reference, kda_bytes, check_tail)
+SOFTPLUS = Problem(
+    "kda softplus",
+    make_inputs,
+    partial(kda_reference, lower_bound=None),
+    kda_bytes,
+    partial(check_tail, lower_bound=None),
+)
 LAYER = Problem(
     "kda layer", make_layer_inputs, bench_kda_layer.REFERENCE.around(kda_reference), layer_bytes, lambda one, x: {}
 )

@@ -31,11 +31,13 @@ class Implementation:
     is_fla: bool = False
 
 
-def implementations() -> list[Implementation]:
-    """Ours last, and FLA first when it can be imported, so that ratios are known at once."""
+def implementations(lower_bound: float | None = LOWER_BOUND) -> list[Implementation]:
+    """Ours last, and FLA first when it can be imported, so that ratios are known at once; without a bound no steps."""
+    bound = {"lower_bound": lower_bound}
+    steps = lower_bound is not None
     ours = [
-        Implementation(f"{OURS}, all kept", _ours_kept, directions=(BACKWARD,)),
-        Implementation(OURS, _ours, _our_step),
+        Implementation(f"{OURS}, all kept", partial(_ours_kept, **bound), directions=(BACKWARD,)),
+        Implementation(OURS, partial(_ours, **bound), partial(_our_step, **bound) if steps else None),
     ]
     try:
         from fla.ops.kda import chunk_kda, fused_recurrent_kda
@@ -47,7 +49,7 @@ def implementations() -> list[Implementation]:
         "use_qk_l2norm_in_kernel": True,
         "use_gate_in_kernel": True,
         "use_beta_sigmoid_in_kernel": True,
-        "lower_bound": LOWER_BOUND,
+        "lower_bound": lower_bound,
         "output_final_state": True,
     }
 
@@ -55,26 +57,27 @@ def implementations() -> list[Implementation]:
         flat = {**x, "dt_bias": x["dt_bias"].flatten()}
         return function(**flat, initial_state=state, **options, **more)
 
-    safe, kept = {"safe_gate": True}, {"safe_gate": True, "disable_recompute": True}
+    safe = {"safe_gate": steps}  # FLA's name for a bound
+    kept, step = safe | {"disable_recompute": True}, partial(call, fused_recurrent_kda, {}) if steps else None
     return [
         Implementation(f"{name}, all kept", partial(call, chunk_kda, kept), directions=(BACKWARD,), is_fla=True),
-        Implementation(name, partial(call, chunk_kda, safe), partial(call, fused_recurrent_kda, {}), is_fla=True),
+        Implementation(name, partial(call, chunk_kda, safe), step, is_fla=True),
         *ours,
     ]
 
 
-def _ours(x: Inputs, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    return kda(**x, lower_bound=LOWER_BOUND, initial_state=state, impl="triton")
+def _ours(x: Inputs, state: torch.Tensor | None, lower_bound: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    return kda(**x, lower_bound=lower_bound, initial_state=state, impl="triton")
 
 
-def _ours_kept(x: Inputs, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _ours_kept(x: Inputs, state: torch.Tensor | None, lower_bound: float | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Whatever memory it takes: by itself it computes again what would take much."""
     from ..kernels.kda import fused
 
     with patch.object(fused, "KEEP_BYTES", 1 << 60):
-        return _ours(x, state)
+        return _ours(x, state, lower_bound)
 
 
-def _our_step(x: Inputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _our_step(x: Inputs, state: torch.Tensor, lower_bound: float | None) -> tuple[torch.Tensor, torch.Tensor]:
     one = {name: t[:, 0] if t.ndim > 2 else t for name, t in x.items()}  # [B, H, ...], as the layer does
-    return kda_step(**one, lower_bound=LOWER_BOUND, state=state, impl="triton"), state
+    return kda_step(**one, lower_bound=lower_bound, state=state, impl="triton"), state

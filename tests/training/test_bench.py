@@ -40,6 +40,10 @@ def sequence(x, state):
     return kda(**x, initial_state=state, impl="reference")
 
 
+def softplus(x, state):
+    return kda(**x, initial_state=state, lower_bound=None, impl="reference")
+
+
 def step(x, state):
     one = {name: t[:, 0] if t.ndim > 2 else t for name, t in x.items()}
     return kda_step(**one, state=state, impl="reference"), state
@@ -69,9 +73,9 @@ def arguments(*options):
     return parser.parse_args(["--lengths", "64", "--heads", "1", "--batches", "2", *options])
 
 
-def measured(tmp_path, *compared, layers=(), only=KDA):
+def measured(tmp_path, *compared, layers=(), unbounded=(), only=KDA):
     path = tmp_path / "lines.jsonl"
-    status = bench_kda.bench(arguments("--output", str(path), "--only", *only), Machine(), compared, layers)
+    status = bench_kda.bench(arguments("--output", str(path), "--only", *only), Machine(), compared, layers, unbounded)
     return status, [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -325,6 +329,29 @@ def test_fla_is_called_with_everything_inside_and_its_parameters_flat(monkeypatc
     assert seen == [{"safe_gate": True, "disable_recompute": True}, {"safe_gate": True}, {}]
 
 
+def test_fla_without_a_bound(monkeypatch):
+    def stand_in(safe_gate, **inputs):
+        flags = {name: inputs.pop(name) for name in list(inputs) if name.startswith(("use_", "output_", "disable_"))}
+        assert inputs["lower_bound"] is None and not safe_gate and flags
+        return kda(**inputs | {"dt_bias": inputs["dt_bias"].view(1, 8)}, impl="reference")
+
+    library = SimpleNamespace(chunk_kda=stand_in, fused_recurrent_kda=stand_in)
+    monkeypatch.setitem(sys.modules, "fla.ops.kda", library)
+    compared = bench_kda.implementations(lower_bound=None)
+    assert not any(one.step for one in compared)
+    for one in compared[:2]:
+        assert bench.wrong(short_errors(bench_kda.SOFTPLUS, one), bench_kda.LIMITS) is None
+        assert bench.wrong(short_errors(bench_kda.KDA, one), bench_kda.LIMITS)
+
+
+def test_softplus_is_a_part_of_its_own(tmp_path):
+    status, lines = measured(tmp_path, unbounded=[Implementation("ours", softplus)], only=["softplus"])
+    assert status == 0
+    cases = [(line["operator"], line["kind"], line["direction"]) for line in lines]
+    directions = ("forward", "forward+backward")
+    assert cases == [("kda softplus", gate, direction) for gate in ("fast", "slow") for direction in directions]
+
+
 def test_fla_parts_are_called_as_it_wants_them(monkeypatch):
     def convolution(x, weight, activation):
         assert x.shape == (1, 40, 8) and weight.shape == (8, 4) and activation == "silu"
@@ -404,7 +431,7 @@ def test_quick_takes_the_first_of_everything(monkeypatch):
         (["--lengths", "8"], "lengths: expected numbers of at least 9, got [8]"),
         (["--heads", "0"], "heads: expected"),
         (["--batches", "4", "-1"], "batches: expected"),
-        (["--only", "layer", "steps"], "only: expected some of forward, backward, decode, layer, got steps"),
+        (["--only", "layer", "steps"], "only: expected some of forward, backward, decode, layer, softplus, got steps"),
     ],
 )
 def test_bad_options_are_named(options, named, capsys):
