@@ -33,7 +33,7 @@ class Implementation:
 
 def implementations(lower_bound: float | None = LOWER_BOUND) -> list[Implementation]:
     """Ours last, and FLA first when it can be imported, so that ratios are known at once; without a bound no steps."""
-    bound = {"lower_bound": lower_bound}
+    bound: dict[str, Any] = {"lower_bound": lower_bound}
     steps = lower_bound is not None
     ours = [
         Implementation(f"{OURS}, all kept", partial(_ours_kept, **bound), directions=(BACKWARD,)),

@@ -49,8 +49,10 @@ def supports(q: torch.Tensor, v: torch.Tensor, lower_bound: float | None) -> str
     return None
 
 
-def shift_of(lower_bound: float) -> int:
+def shift_of(lower_bound: float | None) -> int:
     """Bits by which the decays of a half are shifted: a key then grows by at most 120 bits."""
+    if lower_bound is None:
+        return int(STEEP.value) // 2
     return max(0, math.ceil(-HALF * lower_bound / math.log(2)) - 120)
 
 
@@ -108,10 +110,8 @@ class Call:
         precision = "tf32x3" if q.dtype == torch.float32 else "tf32"
         self.common = {"VARLEN": self.layout.packed, "PRECISION": precision}
         self.scale = 1.0 / math.sqrt(self.K)
-        if lower_bound is None:
-            self.gate = {"LOWER_BOUND": None, "SHIFT": int(STEEP.value) // 2}
-        else:
-            self.gate = {"LOWER_BOUND": float(lower_bound), "SHIFT": shift_of(lower_bound)}
+        bound = None if lower_bound is None else float(lower_bound)
+        self.gate: dict[str, float | None] = {"LOWER_BOUND": bound, "SHIFT": shift_of(bound)}
 
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype or self.q.dtype, device=self.q.device)
