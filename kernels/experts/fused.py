@@ -85,9 +85,9 @@ def row_tile(BM: int, depth: int, columns: int, dtype: torch.dtype, longest: int
 def tall_rows(pairs: int, E: int, D: int, dtype: torch.dtype) -> int:
     """Rows of a tile whose parts share their weights (`fused_tall.py`), 0 where tiles have one part.
 
-    Most experts then have one tile, and their weights are read once, where two or three tiles of 64 rows would read them.
+    Experts of up to 192 rows have one tile, and their weights are read once, where two or three tiles would read them.
     """
-    return 192 if dtype != torch.float32 and 96 * E <= pairs < 160 * E and D >= 1024 else 0
+    return 192 if dtype != torch.float32 and pairs >= 96 * E and D >= 1024 else 0
 
 
 def tall_tile(BM: int, depth: int, columns: int) -> Tile:
