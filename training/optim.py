@@ -213,7 +213,8 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
 
     Plain tensors and DTensors of any meshes may be mixed (torch's own function refuses that): what is sharded counts once
     over all ranks, what is replicated counts once. Every rank must call it; nothing waits for the device. With no
-    gradient at all the norm is 0.
+    gradient at all the norm is 0. The squares are summed in FP64, so that the bits of the norm, and with them those of a whole
+    run, do not depend on how the gradients are shared out.
     """
     alike: dict[tuple, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
@@ -231,13 +232,14 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         return torch.zeros(())
 
     squares = []
-    for (mesh, cut, dtype), gradients in alike.items():
-        wide = torch.promote_types(dtype, torch.float32)
-        square = torch.stack(torch._foreach_norm(gradients, 2, dtype=wide)).square().sum()
+    for (mesh, cut, _), gradients in alike.items():
+        square = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).square().sum()
         for dim in cut:
             dist.all_reduce(square, group=mesh.get_group(dim))
         squares.append(square)
-    norm = torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt()
+    widest = max((dtype for *_, dtype in alike), key=lambda dtype: dtype.itemsize)
+    total = torch.stack([square.to(squares[0].device) for square in squares]).sum()
+    norm = total.sqrt().to(torch.promote_types(widest, torch.float32))
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradients in alike.values():
         torch._foreach_mul_(gradients, scale.to(gradients[0].device))
