@@ -3,6 +3,7 @@
 torchrun starts this file for what needs a process on each GPU.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from modeling_moe_lc.kernels.router import route
 from modeling_moe_lc.router import Router
+from modeling_moe_lc.training import context_parallel_kda
 from modeling_moe_lc.training.batches import Batches
 from modeling_moe_lc.training.bench_train import RandomText
 from modeling_moe_lc.training.context_parallel import context_parallel
@@ -185,6 +187,10 @@ def test_gpus_that_share_a_sequence_have_the_gradients_of_one(found):
     print(f"\n{LENGTH:,} tokens on {GPUS} GPUs: loss differs by {loss:.1e}, gradients by {dict(worst[:8])}")
     print(f"seconds and peak GB on one {one['seconds']:.3f} {one['peak']:.2f}, on all", end=" ")
     print(f"{several['seconds']:.3f} {several['peak']:.2f}")
+    times = several["gathers"]
+    print(
+        f"{len(times)} all-gathers of KDA: {sum(times):.2f} ms, waiting for each other included, {min(times):.3f} the fastest"
+    )
     assert loss < 2e-2
     assert worst[0][1] < 2e-2
 
@@ -207,9 +213,11 @@ def main(out: Path) -> None:
         precision = low_precision(recipe, model, ours)
         precision.refresh()
         batches = Batches(mesh, 1, ours).steps(RandomText(LENGTH, 1, config.vocab_size), 0, 2)
-        with context_parallel(model, mesh["context"]), precision.computing():
+        gathers: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        with context_parallel(model, mesh["context"]), precision.computing(), gathers_timed(gathers):
             for [batch] in batches:  # the first one compiles
                 model.zero_grad()
+                gathers.clear()
                 for router in routers(model):
                     router.statistics().zero_()
                 torch.cuda.synchronize()
@@ -226,10 +234,29 @@ def main(out: Path) -> None:
         gradients = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
         result = {"loss": loss.item(), "gradients": gradients, "histograms": histograms.cpu().double()}
         result |= {"same scores": histogram_of_stored_scores(ours), "seconds": seconds, "peak": peak}
+        result["gathers"] = [begun.elapsed_time(ended) for begun, ended in gathers]
         if ours.is_main:
             torch.save(result, out)
         if ours.count > 1:
             dist.barrier()
+
+
+@contextlib.contextmanager
+def gathers_timed(times):
+    """Those of KDA in `times`, by events before and after each."""
+    gather = context_parallel_kda.of_all_ranks
+
+    def timed(maps, group):
+        begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begun.record()
+        result = gather(maps, group)
+        ended.record()
+        times.append((begun, ended))
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(context_parallel_kda, "of_all_ranks", timed)
+        yield
 
 
 def histogram_of_stored_scores(ours: Processes) -> torch.Tensor:
