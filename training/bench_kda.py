@@ -80,7 +80,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--lengths", type=int, nargs="+", default=[8192, 65536], help="tokens of a sequence (default: %(default)s)")
     add("--heads", type=int, nargs="+", default=[32, 96], help="(default: %(default)s)")
     add("--batches", type=int, nargs="*", default=[1, 32, 256], help="rows of one-token steps (default: %(default)s)")
-    add("--only", nargs="+", default=PARTS, metavar="PART", help=f"some of {', '.join(PARTS)} (default: all)")
+    add(
+        "--only",
+        nargs="+",
+        default=PARTS[:-1],
+        metavar="PART",
+        help=f"some of {', '.join(PARTS)} (default: all but the last)",
+    )
     add("--quick", action="store_true", help="the first of the lengths, of the heads and of the batches alone")
     add("--long-sdpa", action="store_true", help=f"attention beyond {SDPA_TOKENS:,} tokens too, which takes a while")
     add("--output", type=Path, help="file to which one JSON line is appended for each measurement")
