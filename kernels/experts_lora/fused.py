@@ -13,7 +13,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..dispatch import on_device_of
-from ..experts.fused import KEEP_BYTES, Call, Tile, precision
+from ..experts.fused import KEEP_BYTES, Call, precision
 from ..experts.fused_rows import (
     experts_bwd_kernel_glu,
     experts_bwd_kernel_inner,
@@ -22,6 +22,7 @@ from ..experts.fused_rows import (
     experts_fwd_kernel_outputs,
 )
 from ..experts.fused_sort import Routing
+from ..experts.fused_tiles import Tile
 from ..experts.fused_weights import launch_weights
 from ..mxfp4.fused_experts import PackedCall
 from .fused_add import experts_lora_kernel_add

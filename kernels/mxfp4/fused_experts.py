@@ -7,8 +7,9 @@ take the path of `fused_decode.py`.
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..experts.fused import Call, Tile, run
+from ..experts.fused import Call, run
 from ..experts.fused import supports as supports_plain
+from ..experts.fused_tiles import Tile
 from .fused_decode import launch_decode
 
 
