@@ -45,7 +45,8 @@ def chunked_causal_lm_loss(
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     hidden_states, targets = hidden_states.flatten(0, -2), shift_labels.flatten().to(hidden_states.device)
     parameters = [parameter for parameter in lm_head.parameters() if parameter.requires_grad]
-    total = _SummedLoss.apply(hidden_states, targets, lm_head, chunk_size, ignore_index, impl, *parameters)
+    learns = torch.is_grad_enabled()  # inside of a function of autograd it never is
+    total = _SummedLoss.apply(hidden_states, targets, lm_head, chunk_size, ignore_index, impl, learns, *parameters)
     items = (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
     return total / items
 
@@ -54,8 +55,8 @@ class _SummedLoss(torch.autograd.Function):
     """Nats of all targets; its gradients are there before the backward pass, which only scales them."""
 
     @staticmethod
-    def forward(ctx, hidden_states, targets, lm_head, chunk_size, ignore_index, impl, *parameters):
-        wanted = parameters if any(ctx.needs_input_grad) else None
+    def forward(ctx, hidden_states, targets, lm_head, chunk_size, ignore_index, impl, learns, *parameters):
+        wanted = parameters if learns and any(ctx.needs_input_grad) else None
         nats, by_hidden, by_parameter = [], [], [None] * len(parameters)
         for hidden, target in zip(hidden_states.split(chunk_size), targets.split(chunk_size), strict=True):
             loss, gradients = _loss_of_chunk(hidden, target, lm_head, ignore_index, impl, wanted)
@@ -74,7 +75,7 @@ class _SummedLoss(torch.autograd.Function):
     def backward(ctx, scale):
         by_hidden, *by_parameter = ctx.saved_tensors
         scaled = ((scale * d).to(dtype) for d, dtype in zip(by_parameter, ctx.dtypes, strict=True))
-        return (scale * by_hidden).to(by_hidden.dtype), *5 * [None], *scaled
+        return (scale * by_hidden).to(by_hidden.dtype), *6 * [None], *scaled
 
 
 def _loss_of_chunk(hidden, target, lm_head, ignore_index, impl, wanted):

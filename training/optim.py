@@ -213,8 +213,8 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
 
     Plain tensors and DTensors of any meshes may be mixed (torch's own function refuses that): what is sharded counts once
     over all ranks, what is replicated counts once. Every rank must call it; nothing waits for the device. With no
-    gradient at all the norm is 0. The squares are summed in FP64, so that the bits of the norm, and with them those of a whole
-    run, do not depend on how the gradients are shared out.
+    gradient at all the norm is 0. The squares are summed in FP64, so that the norm in FP32, and with it the bits of a whole run,
+    practically never depends on how the gradients are shared out.
     """
     alike: dict[tuple, list[Tensor]] = defaultdict(list)
     for parameter in parameters:

@@ -120,6 +120,8 @@ class Call:
         """Of the workspace, roughly: what is not [C, .] per chunk is small."""
         K, V = self.K, self.V
         values = CHUNK * (3 * K + V + CHUNK)
+        if self.lower_bound is None and not backward:
+            values += CHUNK * CHUNK
         if backward:
             values += CHUNK * (V + 3 * CHUNK) + 2 * K * V + 7 * HALF * K
         return self.layout.count * values * self.q.element_size()
@@ -276,13 +278,13 @@ def _backward_keys(call, work, head, G, do, dv, dq, dk, dg, dA_log, ddt_bias):
     kda_bwd_kernel_products[(K // BK * G * n,)](
         work["rows"], work["keys"], work["totals"], do, dv,
         work["S"], work["R"], work["dS"], work["dscores"], layout.chunks, *factors, dg, call.T, call.H, head,
-        G=G, K=K, BK=BK, V=V, BV=min(V, 64), SHIFT=call.gate["SHIFT"], **call.common,
+        G=G, K=K, BK=BK, V=V, BV=min(V, 64), **call.common,
         STAGES=3 if call.q.dtype == torch.bfloat16 else 1, num_warps=4,
     )  # fmt: skip
     kda_bwd_kernel_inputs[(K // BK * G * n,)](
-        call.q, call.k, call.g, call.A_log, call.dt_bias, layout.chunks, work["norms"], work["sums"], *factors,
+        call.q, call.k, call.g, call.A_log, call.dt_bias, layout.chunks, work["norms"], work["totals"], work["sums"], *factors,
         dq, dk, dg, dA_log, ddt_bias, call.T, call.H, head, call.scale, G=G, K=K, BK=BK, ROWS=_rows(K),
-        VARLEN=layout.packed, **call.gate, num_warps=4, maxnreg=128,
+        LOWER_BOUND=call.gate["LOWER_BOUND"], VARLEN=layout.packed, num_warps=4, maxnreg=128,
     )  # fmt: skip
 
 

@@ -14,7 +14,20 @@ import triton.language as tl
 
 from ..launch import launched
 from .fused_forward import scan_states
-from .fused_gate import HALF, LOG2E, C, chunk_of, chunks_of, gate_decay, gate_rate, program_of, sigmoid, sums_to
+from .fused_gate import (
+    HALF,
+    LOG2E,
+    MOST,
+    C,
+    centre_of,
+    chunk_of,
+    chunks_of,
+    gate_decay,
+    gate_rate,
+    program_of,
+    sigmoid,
+    sums_to,
+)
 
 
 @triton.jit
@@ -152,13 +165,16 @@ def kda_bwd_kernel_pairs(
 
 @triton.jit
 def sums_from(x, PRECISION: tl.constexpr, DTYPE: tl.constexpr):
-    """Sums of the rows i ... 63 of x [C, K] FP32, as products with ones; BF16 operands: x in two terms, 16 bits of it."""
+    """Sums of the rows i ... 63 of x [C, K] FP32, as products with ones; BF16 operands: x in three terms, all its bits."""
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     ones = tl.where(j >= i, 1.0, 0.0).to(DTYPE)
     if DTYPE.primitive_bitwidth == 32:
         return tl.dot(ones, x, input_precision=PRECISION)
     high = x.to(DTYPE)
-    return tl.dot(ones, (x - high.to(tl.float32)).to(DTYPE), tl.dot(ones, high))
+    rest = x - high.to(tl.float32)
+    middle = rest.to(DTYPE)
+    low = (rest - middle.to(tl.float32)).to(DTYPE)
+    return tl.dot(ones, low, tl.dot(ones, middle, tl.dot(ones, high)))
 
 
 @launched
@@ -172,7 +188,7 @@ def kda_bwd_kernel_products(
     by_q, by_k, by_col,  # [NT, G, C, K]
     d_decay,  # [tokens, H, K]
     T, H, first_head,
-    G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, SHIFT: tl.constexpr,
+    G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     VARLEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Cotangents of the factors of BK channels: by_q and by_k of the grown rows, by_col of the shrunk key; of the log-decay.
@@ -180,7 +196,6 @@ def kda_bwd_kernel_products(
     The loop subtracts its products: one that is added becomes an accumulating one, of which several stay under way, while
     Triton 3.6 already fills the buffers of loads beyond the end of the loop with zeros. A subtracted one is awaited.
     """
-    UNSHIFT: tl.constexpr = 2.0**-SHIFT
     k_block, row = program_of(K // BK)
     group, chunk, k_start = row % G, row // G, k_block * BK
     head = first_head + group
@@ -202,7 +217,6 @@ def kda_bwd_kernel_products(
     rows += slot * 2 * C * K + k_start + (i * K + ck)
     keys += slot * (C + HALF) * K + k_start + (i * K + ck)
     totals += slot * 2 * K + k_start + ck
-    total0, total1 = tl.load(totals), tl.load(totals + K)
 
     d_end = tl.zeros((BK,), dtype=tl.float32)
     rows_q, rows_k = tl.zeros((C, BK), dtype=tl.float32), tl.zeros((C, BK), dtype=tl.float32)
@@ -215,9 +229,9 @@ def kda_bwd_kernel_products(
         rows_k -= tl.dot(tl.load(dv + source, mask=inside, other=0.0).to(DTYPE), S_t, input_precision=PRECISION)
         cols -= tl.dot(tl.load(R_tape + (i * V + (c + cv))), dS_t, input_precision=PRECISION)
 
-    begun = tl.exp2(-total0)
-    rows_q, rows_k = rows_q * -UNSHIFT, rows_k * UNSHIFT
-    rows_q, rows_k = tl.where(low, rows_q, rows_q * begun), tl.where(low, rows_k, rows_k * begun)
+    total0, total1 = tl.load(totals), tl.load(totals + K)
+    unshift = tl.where(low, tl.exp2(-centre_of(total0)), tl.exp2(-centre_of(total1) - total0))
+    rows_q, rows_k = rows_q * -unshift, rows_k * unshift
     shrunk, late = tl.load(keys), tl.load(keys + C * K, mask=low, other=0.0)
     square, square_t = dscores + (i * C + j), dscores + (i + j * C)  # dP, and transposed; C * C further dA
     rows_q = tl.dot(tl.load(square, mask=near, other=0.0), shrunk, rows_q, input_precision=PRECISION)
@@ -230,7 +244,9 @@ def kda_bwd_kernel_products(
     dL = grown_q.to(tl.float32) * rows_q + grown_k.to(tl.float32) * rows_k
 
     # What the end of the chunk gives to the keys of the first half goes the way of the pairs across.
-    cols *= -tl.exp2(-total1 + SHIFT)
+    total0, total1 = tl.load(totals), tl.load(totals + K)  # again: registers are short
+    centre0, centre1 = centre_of(total0), centre_of(total1)
+    cols *= -tl.exp2(centre1 - total1)
     d_end *= tl.exp2(-tl.reshape(total0 + total1, (BK,)))
     d_end += tl.sum(tl.where(low, late, shrunk).to(tl.float32) * cols, axis=0)
     cols_far, cols = tl.where(low, cols, 0.0), tl.where(low, 0.0, cols)
@@ -240,7 +256,8 @@ def kda_bwd_kernel_products(
     cols = tl.dot(tl.load(square_t + C * C, mask=near, other=0.0), grown_k, cols, input_precision=PRECISION)
     dL -= late.to(tl.float32) * cols_far + shrunk.to(tl.float32) * cols
     by_col += slot * C * K + k_start + (i * K + ck)
-    tl.store(by_col, (cols + cols_far * UNSHIFT * tl.exp2(-total0 + SHIFT)).to(DTYPE))
+    # Two factors: their product may be less than any number.
+    tl.store(by_col, (cols + cols_far * tl.exp2(-centre1) * tl.exp2(centre0 - total0)).to(DTYPE))
     back = sums_from(dL, PRECISION, DTYPE) + d_end[None, :]
     d_decay += start_token * K + k_start + (i * (H * K) + ck)
     tl.store(d_decay, back.to(d_decay.dtype.element_ty), mask=inside)
@@ -251,12 +268,12 @@ def kda_bwd_kernel_products(
 def kda_bwd_kernel_inputs(
     q, k, g,  # [tokens, H, K]
     A_log, dt_bias, chunks,
-    norms, sums, by_q, by_k, by_col,
+    norms, totals, sums, by_q, by_k, by_col,
     dq, dk, dg,  # [tokens, H, K]; dg holds the cotangent of the log-decay
     dA_log, ddt_bias,  # partial sums [NT, H, K / BK], [NT, H, K] FP32
     T, H, first_head, scale,
     G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr,
-    LOWER_BOUND: tl.constexpr, SHIFT: tl.constexpr, VARLEN: tl.constexpr,
+    LOWER_BOUND: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """From the cotangents of the factors to those of q, k and g; tiles as in `prepare`, one half after the other."""
     A: tl.constexpr = HALF // ROWS
@@ -285,7 +302,8 @@ def kda_bwd_kernel_inputs(
         diagonal, along_q, along_k = tl.load(along), tl.load(along + C), tl.load(along + 2 * C)
         x = x.to(tl.float32)
         decay = tl.where(inside, gate_decay(x, rate, bias, LOWER_BOUND), 0.0)
-        inner, _ = sums_to(decay, -SHIFT)
+        inner, _ = sums_to(decay, 0.0)
+        inner -= centre_of(tl.load(totals + (slot * 2 + half) * K + k_start + ck))
         grow, shrink = tl.exp2(-inner), tl.exp2(inner)
         qs, kn = qs.to(tl.float32) * q_norm, kn.to(tl.float32) * k_norm
         dqs = grow * rows_q.to(tl.float32) + diagonal * kn
@@ -295,8 +313,9 @@ def kda_bwd_kernel_inputs(
         dkn += shrink * cols.to(tl.float32)
         tl.store(dk + token, (k_norm * (dkn - kn * along_k)).to(dk.dtype.element_ty), mask=inside)
         if LOWER_BOUND is None:
-            dx = d_decay.to(tl.float32) * sigmoid(x + bias) * -rate
-            d_rate -= d_decay.to(tl.float32) * decay / LOG2E
+            d_decay = tl.where(decay < MOST * LOG2E, d_decay.to(tl.float32), 0.0)
+            dx = d_decay * sigmoid(x + bias) * -rate
+            d_rate -= d_decay * decay / LOG2E
         else:
             opened = decay * (-1.0 / (LOWER_BOUND * LOG2E))
             dx = d_decay.to(tl.float32) * (opened * (1.0 - opened)) * (rate * LOWER_BOUND)

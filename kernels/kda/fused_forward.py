@@ -12,7 +12,19 @@ import triton
 import triton.language as tl
 
 from ..launch import launched
-from .fused_gate import HALF, STEEP, C, chunk_of, chunks_of, gate_decay, gate_rate, program_of, sigmoid, sums_to
+from .fused_gate import (
+    HALF,
+    STEEP,
+    C,
+    centre_of,
+    chunk_of,
+    chunks_of,
+    gate_decay,
+    gate_rate,
+    program_of,
+    sigmoid,
+    sums_to,
+)
 
 
 @triton.jit
@@ -86,7 +98,8 @@ def kda_fwd_kernel_prepare(
 
     SAVE: Minv [NT, G, C, C], the inverse norms of q and k [NT, G, 2, C], and the factors of the scores as the products
     take them: rows [NT, G, 2 C, K], the grown q and below them the grown k; keys [NT, G, C + 32, K], the shrunk k and below
-    them the late k of the first half; the bits lost in each half [NT, G, 2, K].
+    them the late k of the first half; the bits lost in each half [NT, G, 2, K]. Here each half and channel has a shift of its own,
+    `centre_of` the bits that it loses, so that cotangents, which are small, stay in range: by powers of two, with the same digits.
     """
     UNSHIFT: tl.constexpr = 2.0**-SHIFT
     A: tl.constexpr = HALF // ROWS
@@ -136,18 +149,20 @@ def kda_fwd_kernel_prepare(
         bias = tl.load(dt_bias + c)
         inner, total0 = decays(g + c, low, rate, bias, LOWER_BOUND, SHIFT)
         grow = tl.exp2(-inner)
+        if SAVE:
+            recentre = (centre_of(total0) - SHIFT)[None, None, :]
         # q before k: of the first half only the shrunk key outlives the products.
         grown = scaled(q + c, low, q_norm0 * scale) * grow
         tl.store(Qh + c, (grown * UNSHIFT).to(DTYPE))
         if SAVE:
-            tl.store(rows + c, grown.to(DTYPE))
+            tl.store(rows + c, (grown * tl.exp2(recentre)).to(DTYPE))
         xq = operand(grown, BK, DTYPE)
         kn = scaled(k + c, low, k_norm0)
         shrunk, grown = kn * tl.exp2(inner), kn * grow
         tl.store(Kh + c, (grown * UNSHIFT).to(DTYPE))
         if SAVE:
-            tl.store(rows + C * K + c, grown.to(DTYPE))
-            tl.store(keys + c, shrunk.to(DTYPE))
+            tl.store(rows + C * K + c, (grown * tl.exp2(recentre)).to(DTYPE))
+            tl.store(keys + c, (shrunk * tl.exp2(-recentre)).to(DTYPE))
         xk, y = operand(grown, BK, DTYPE), tl.trans(operand(shrunk, BK, DTYPE))
         A00 = tl.dot(xk, y, A00, input_precision=PRECISION)
         P00 = tl.dot(xq, y, P00, input_precision=PRECISION)
@@ -159,7 +174,8 @@ def kda_fwd_kernel_prepare(
         late = shrunk * tl.exp2(-total0 + SHIFT)[None, None, :]
         tl.store(Kt + c, (late * tl.exp2(-total1)[None, None, :]).to(DTYPE))
         if SAVE:
-            tl.store(keys + C * K + c, (late * UNSHIFT).to(DTYPE))
+            recentre = (centre_of(total1) - SHIFT)[None, None, :]
+            tl.store(keys + C * K + c, (late * tl.exp2(-centre_of(total1))[None, None, :]).to(DTYPE))
             tl.store(totals + c, total0)
             tl.store(totals + K + c, total1)
         z = tl.trans(operand(late, BK, DTYPE))
@@ -169,13 +185,13 @@ def kda_fwd_kernel_prepare(
         tl.store(Kt + HALF * K + c, (shrunk * tl.exp2(-total1 + SHIFT)[None, None, :]).to(DTYPE))
         tl.store(Kh + HALF * K + c, (grown * UNSHIFT * begun).to(DTYPE))
         if SAVE:
-            tl.store(rows + (C + HALF) * K + c, grown.to(DTYPE))
-            tl.store(keys + HALF * K + c, shrunk.to(DTYPE))
+            tl.store(rows + (C + HALF) * K + c, (grown * tl.exp2(recentre)).to(DTYPE))
+            tl.store(keys + HALF * K + c, (shrunk * tl.exp2(-recentre)).to(DTYPE))
         xk, y = operand(grown, BK, DTYPE), tl.trans(operand(shrunk, BK, DTYPE))
         grown = scaled(q + next_half + c, high, q_norm1 * scale) * grow
         tl.store(Qh + HALF * K + c, (grown * UNSHIFT * begun).to(DTYPE))
         if SAVE:
-            tl.store(rows + HALF * K + c, grown.to(DTYPE))
+            tl.store(rows + HALF * K + c, (grown * tl.exp2(recentre)).to(DTYPE))
         xq = operand(grown, BK, DTYPE)
         A11 = tl.dot(xk, y, A11, input_precision=PRECISION)
         A10 = tl.dot(xk, z, A10, input_precision=PRECISION)

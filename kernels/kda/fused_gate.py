@@ -7,6 +7,7 @@ import triton.language as tl
 C = tl.constexpr(64)
 HALF = tl.constexpr(32)
 LOG2E = tl.constexpr(1.4426950408889634)
+MOST = tl.constexpr(87.0)  # nats that a token loses at most with the unbounded gate: beyond that nothing is left
 # Bits that half a chunk may lose: halved, both factors of a pair are finite. More of them make a chunk steep.
 STEEP = tl.constexpr(220.0)
 
@@ -75,10 +76,10 @@ def log1p_of_unit(y):
 
 @triton.jit
 def unbounded_decay(x, rate, bias):
-    """Minus the log-decay in bits, rate softplus(x + bias) log2(e), at most 87 nats: beyond that nothing is left. 0 where x is -inf."""
+    """Minus the log-decay in bits, rate softplus(x + bias) log2(e), at most MOST nats. 0 where x is -inf."""
     x += bias
     softplus = tl.maximum(x, 0.0) + log1p_of_unit(tl.exp2(-tl.abs(x) * LOG2E))
-    return tl.minimum(rate * softplus, 87.0) * LOG2E
+    return tl.minimum(rate * softplus, MOST) * LOG2E
 
 
 @triton.jit
@@ -88,6 +89,12 @@ def gate_decay(x, rate, bias, LOWER_BOUND: tl.constexpr):
         return unbounded_decay(x, rate, bias)
     else:  # compiled for itself: without an `else` both would be
         return bounded_decay(x, rate, bias, LOWER_BOUND)
+
+
+@triton.jit
+def centre_of(total):
+    """The shift, in whole bits, that leaves the factors of a half that loses `total` bits as far above 1 as below it."""
+    return tl.floor(total * 0.5)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..launch import launched
-from .fused_gate import LOG2E, C, chunk_of, gate_rate, program_of, sigmoid, unbounded_decay
+from .fused_gate import LOG2E, MOST, C, chunk_of, gate_rate, program_of, sigmoid, unbounded_decay
 
 
 @triton.jit
@@ -116,7 +116,8 @@ def kda_steep_kernel_scores(
         Ps += halving_scores(qn, kn, decay, PRECISION, DTYPE, BK)
         Ps += tl.where(i == j, tl.sum(qn * kn, axis=1)[:, None], 0.0)
         L, total = tl.cumsum(decay, axis=0), tl.sum(decay, axis=0)
-        begun, left = tl.exp2(L), tl.exp2(total[None, :] - L)
+        # From the end: a difference of long sums has not the digits of a short one.
+        begun, left = tl.exp2(L), tl.exp2(tl.cumsum(decay, axis=0, reverse=True) - decay)
         tl.store(Qh + wide, (qn * begun).to(DTYPE))
         tl.store(Kt + wide, (kn * left).to(DTYPE))
         tl.store(W + wide, (b * kn * begun).to(DTYPE))
@@ -254,7 +255,7 @@ def kda_steep_kernel_gradients(
     x = tl.load(g + token, mask=inside, other=0.0).to(tl.float32)
     decay = tl.where(inside, -unbounded_decay(x, rate, bias), 0.0)
     L, total = tl.cumsum(decay, axis=0), tl.sum(decay, axis=0)
-    begun, left = tl.exp2(L), tl.exp2(total[None, :] - L)
+    begun, left = tl.exp2(L), tl.exp2(tl.cumsum(decay, axis=0, reverse=True) - decay)
     q_norm, k_norm = tl.load(norms + slot * 2 * C + rows)[:, None], tl.load(norms + slot * 2 * C + C + rows)[:, None]
     kn = tl.load(k + token, mask=inside, other=0.0).to(tl.float32) * k_norm
     qs = tl.load(q + token, mask=inside, other=0.0).to(tl.float32) * (q_norm * scale)
@@ -277,7 +278,8 @@ def kda_steep_kernel_gradients(
     along_k = tl.load(sums + slot * 3 * C + 2 * C + rows)[:, None]
     tl.store(dq + token, (q_norm * (scale * dqs - qs * along_q / scale)).to(dq.dtype.element_ty), mask=inside)
     tl.store(dk + token, (k_norm * (dkn - kn * along_k)).to(dk.dtype.element_ty), mask=inside)
-    d_decay = tl.where(inside, tl.cumsum(dL, axis=0, reverse=True) + d_end[None, :], 0.0)  # per nat
+    d_decay = tl.cumsum(dL, axis=0, reverse=True) + d_end[None, :]  # per nat
+    d_decay = tl.where(inside & (decay > -MOST * LOG2E), d_decay, 0.0)
     dx = -rate * d_decay * sigmoid(x + bias)
     d_rate = d_decay * decay / LOG2E
     tl.store(dg + token, dx.to(dg.dtype.element_ty), mask=inside)

@@ -14,7 +14,7 @@ aten = torch.ops.aten
 # (q, k, v, causal, scale) -> (o [B, H, n, V], its log-sum-exp [B, H, n] or [B, H, n, 1]), and the function of the backward
 # pass: (do, q, k, v, o, log-sum-exp) -> dq, dk, dv, of as many queries and keys or fewer.
 Kernel = Callable[..., tuple[tuple[torch.Tensor, torch.Tensor], Callable]]
-# Queries from which the backward pass of keys that all of them see goes by triangles.
+# Queries from which the backward pass of keys that all of them see goes by triangles: FlashAttention gains nothing.
 TRIANGLES = 8192
 
 
@@ -49,6 +49,7 @@ class _LowerRight(torch.autograd.Function):
     def forward(ctx, q, k, v, scale):
         seen, kernel = k.shape[2] - q.shape[2], _kernel(q, k, v)
         found, ctx.backward_own = kernel(q, k[:, :, seen:], v[:, :, seen:], True, scale)
+        ctx.by_triangles = kernel is not _flash and q.shape[2] >= TRIANGLES
         if seen:
             past, ctx.backward_past = kernel(q, k[:, :, :seen], v[:, :, :seen], False, scale)
             found = _together(found, past)
@@ -60,7 +61,7 @@ class _LowerRight(torch.autograd.Function):
     def backward(ctx, do):
         q, k, v, o, lse = ctx.saved_tensors
         n, seen = q.shape[2], k.shape[2] - q.shape[2]
-        squares = seen // n if n >= TRIANGLES else 0
+        squares = seen // n if ctx.by_triangles else 0
         rest = seen - squares * n
         parts = [(0, rest, ctx.backward_past)] if rest else []
         parts += [(rest + i * n, n, partial(_by_triangles, ctx.backward_own)) for i in range(squares)]
@@ -79,12 +80,13 @@ def _by_triangles(causal, do, q, k, v, o, lse):
 
     cuDNN's backward pass of a causal product is the faster one by more than half: kernels/mla/README.md.
     """
-    found = causal(do, q, k, v, o, lse)
+    dq, dk, dv = causal(do, q, k, v, o, lse)
+    dq = dq.to(torch.promote_types(dq.dtype, torch.float32))  # of many keys: it is summed up further
     do, q, o, lse = (x[:, :, :-1].flip(2) for x in (do, q, o, lse))
     above = causal(do, q, k[:, :, 1:].flip(2), v[:, :, 1:].flip(2), o, lse)
-    for x, more, place in zip(found, above, (slice(None, -1), slice(1, None), slice(1, None)), strict=True):
+    for x, more, place in zip((dq, dk, dv), above, (slice(None, -1), slice(1, None), slice(1, None)), strict=True):
         x[:, :, place] += more.flip(2)
-    return found
+    return dq, dk, dv
 
 
 def _together(one, other):

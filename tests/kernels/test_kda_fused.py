@@ -1,5 +1,7 @@
 """The Triton kernels compute what the recurrence says: outputs, states and every gradient; on a CPU under the interpreter."""
 
+import math
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -110,13 +112,15 @@ def test_steep_chunks_beside_others(documents, keep, monkeypatch, poison_empty):
 
 @pytest.mark.parametrize("nats", [151.0, 152.0, 153.0, 158.0, 174.0])
 def test_either_side_of_a_steep_chunk(nats):
-    """220 bits in half a chunk are 152.5 nats; with one rate for all tokens, or with all of it in one token."""
-    for where in (slice(None), slice(5, 6), slice(31, 32), slice(40, 42)):
+    """220 bits in half a chunk are 152.5 nats; with one rate for all tokens, or with all of it in two or three of them."""
+    from modeling_moe_lc.kernels.kda import fused
+
+    for where in (slice(None), slice(5, 7), slice(29, 32), slice(40, 42)):
         tensors = make(1, 64, 1, 16, 16)
         tokens = torch.zeros(64, dtype=torch.bool)
         tokens[where] = True
-        lost = nats / tokens[:32].sum().clamp_min(1) if tokens[:32].any() else nats / tokens.sum()
-        tensors[3] = torch.where(tokens[:, None, None], lost.clamp_max(80.0), -12.0).expand_as(tensors[3]).clone()
+        lost = nats / max(tokens[:32].sum(), tokens[32:].sum())
+        tensors[3] = torch.where(tokens[:, None, None], lost, -12.0).expand_as(tensors[3]).clone()
         tensors[5], tensors[6] = torch.zeros_like(tensors[5]), torch.zeros_like(tensors[6])
         cotangents = torch.randn(1, 64, 1, 16), torch.randn_like(tensors[-1])
         ours = run(kda, tensors, None, None, cotangents, impl="triton")
@@ -124,6 +128,23 @@ def test_either_side_of_a_steep_chunk(nats):
         assert all(x.isfinite().all() for x in ours.values())
         for name in ("o", "q", "k", "v", "beta"):
             assert (ours[name] - theirs[name]).norm() < 1e-4 * theirs[name].norm() + 1e-6, (where, name)
+        steep = fused.Call(*tensors[:7], None, None).prepare(0, 1, save=False)["steep"]
+        assert steep.item() == (nats / math.log(2) > 220)
+
+
+# Channels near the bound need nearly all of FP32's range for themselves.
+@pytest.mark.parametrize(
+    ("gate", "scale"), [("fast", 2.0**-30), ("slow", 2.0**-60), ("fast", 2.0**20), ("slow", 2.0**20)]
+)
+@pytest.mark.parametrize("lower_bound", [-5.0, None], ids=["bounded", "softplus"])
+def test_gradients_scale_with_their_cotangents(gate, lower_bound, scale):
+    """A step of a million tokens has cotangents of a millionth."""
+    tensors = make(1, 100, 1, 16, 16, gate=gate)
+    cotangents = torch.randn(1, 100, 1, 16), torch.randn_like(tensors[-1])
+    ours = run(kda, tensors, lower_bound, None, [scale * x for x in cotangents], impl="triton")
+    theirs = run(kda_recurrent, [x.double() for x in tensors], lower_bound, None, cotangents)
+    gradients = {name: ours[name].double() / scale for name in NAMES}
+    assert_close(gradients, {name: theirs[name] for name in NAMES}, LIMIT, GRADIENT)
 
 
 def test_saturated_bounded_gate_and_a_huge_rate():
@@ -301,6 +322,20 @@ def test_bf16_on_a_gpu_against_fp64(T, dim, lower_bound, gate, poison_empty):
     ours = run(kda, tensors, lower_bound, None, cotangents, impl="triton")
     theirs = run(kda_chunk, [x.double() for x in tensors], lower_bound, None, cotangents)
     assert_close(ours, theirs, GPU_LIMIT, GPU_GRADIENT)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("gate", "scale"), [("fast", 2.0**-24), ("slow", 2.0**-40), ("fast", 2.0**20), ("slow", 2.0**20)]
+)
+@pytest.mark.parametrize("lower_bound", [-5.0, None], ids=["bounded", "softplus"])
+def test_gradients_scale_with_their_cotangents_on_a_gpu(gate, lower_bound, scale):
+    tensors = make(1, 300, 4, 128, 128, gate=gate, dtype=torch.bfloat16, device="cuda")
+    cotangents = torch.randn(1, 300, 4, 128, device="cuda").bfloat16(), torch.randn_like(tensors[-1])
+    ours = run(kda, tensors, lower_bound, None, [scale * x for x in cotangents], impl="triton")
+    theirs = run(kda_chunk, [x.double() for x in tensors], lower_bound, None, cotangents)
+    gradients = {name: ours[name].double() / scale for name in NAMES}
+    assert_close(gradients, {name: theirs[name] for name in NAMES}, GPU_LIMIT, GPU_GRADIENT)
 
 
 @pytest.mark.gpu

@@ -59,8 +59,13 @@ def test_the_logits_of_one_chunk_at_a_time_are_there(trained):
     head = Head(8, 32, bias=False).requires_grad_(trained)
     head.given = []
     hidden = torch.randn(2, 20, 8, requires_grad=True)
-    chunked_causal_lm_loss(hidden, head, torch.randint(32, (2, 20)), 7).backward()
+    labels = torch.randint(32, (2, 20))
+    loss = chunked_causal_lm_loss(hidden, head, labels, 7)
+    loss.backward()
     assert len(head.given) == 6
+    for without in (torch.no_grad, torch.inference_mode):
+        with without():
+            assert torch.equal(chunked_causal_lm_loss(hidden, head, labels, 7), loss)
 
 
 def test_train_and_eval_agree_and_every_parameter_learns(tiny, ids):
