@@ -137,6 +137,25 @@ def test_operator_keeps_its_promises_to_torch(case):
     torch.library.opcheck(operator, tuple(OPERATORS[case]()))
 
 
+LEARNING = [
+    case for case in OPERATORS if case.split(",")[0] + "_backward" in custom_ops.OPERATORS and "without" not in case
+]
+
+
+@pytest.mark.parametrize("case", LEARNING)
+def test_gradients_scale_with_their_cotangents(case):
+    """A step of many tokens has small ones."""
+    inputs = OPERATORS[case]()
+    outputs = [x for x in flat(getattr(ops, case.split(",")[0])(*inputs)) if x.requires_grad]
+    leaves = [x for x in flat([x for x in inputs if torch.is_tensor(x) or isinstance(x, list)]) if x.requires_grad]
+    cotangents, scale = [torch.randn_like(x) for x in outputs], 2.0**-40
+    of_one = torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True)
+    of_small = torch.autograd.grad(outputs, leaves, [scale * x for x in cotangents])
+    for gradient, small in zip(of_one, of_small, strict=True):
+        assert gradient.any()
+        torch.testing.assert_close(small / scale, gradient, rtol=1e-5, atol=1e-6 * gradient.abs().max().item())
+
+
 def test_every_operator_is_checked():
     assert {case.split(",")[0] for case in OPERATORS} == set(custom_ops.OPERATORS)
 
