@@ -2,7 +2,7 @@
 
 BF16, B = 1, K = V = 128, bounded gate; L2 norm, gate and sigmoid inside. "Fast" gates forget most of the state at every
 token, "slow" ones keep it for hundreds: some implementations are quick on the former alone. "softplus": the unbounded gate,
-where "fast" ones leave a few heads too steep for most kernels. The layer without its GEMMs: bench_kda_layer.py.
+where "fast" ones leave a few heads too steep for the kernels of the bounded one. The layer without its GEMMs: bench_kda_layer.py.
 """
 
 import argparse
@@ -32,8 +32,6 @@ from .bench_kda_implementations import (
     implementations,
 )
 
-
-Pair = tuple[torch.Tensor, torch.Tensor]
 
 DIM = 128
 SHIFT = {"fast": 0.0, "slow": -6.0}  # of the raw gates
@@ -164,7 +162,9 @@ def layer_bytes(direction: str) -> int:
     return kda_bytes(direction) + forward + (backward if direction == BACKWARD else 0)
 
 
-def kda_reference(x: Inputs, state: torch.Tensor | None, lower_bound: float | None = LOWER_BOUND) -> Pair:
+def kda_reference(
+    x: Inputs, state: torch.Tensor | None, lower_bound: float | None = LOWER_BOUND
+) -> tuple[torch.Tensor, torch.Tensor]:
     return kda_chunk(**x, lower_bound=lower_bound, initial_state=state)
 
 

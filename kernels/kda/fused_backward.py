@@ -293,7 +293,7 @@ def kda_bwd_kernel_inputs(
         row = tok + half * HALF
         inside = row < length
         token, wide = start + (row * (H * K) + ck), place + (row * K + ck)
-        # All loads of a half at once: each would be waited for alone.
+        # All loads of a half at once, each would be waited for alone; but that of `totals`, for want of registers.
         x, d_decay = tl.load(g + token, mask=inside, other=0.0), tl.load(dg + token, mask=inside, other=0.0)
         qs, kn = tl.load(q + token, mask=inside, other=0.0), tl.load(k + token, mask=inside, other=0.0)
         rows_q, rows_k, cols = tl.load(by_q + wide), tl.load(by_k + wide), tl.load(by_col + wide)

@@ -164,22 +164,8 @@ def kda_steep_kernel_solve(
 
 @triton.jit
 def pair_gradients(
-    dqs,
-    dkn,
-    dL,
-    qs,
-    kn,
-    row,
-    col,
-    dP,
-    dA,
-    square,
-    square_t,
-    mask,
-    mask_t,
-    PRECISION: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
+    dqs, dkn, dL, qs, kn, row, col, dP, dA, square, square_t, mask, mask_t, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
     """Adds what the pairs (i, j) of `mask` give: scores sum_d x_id k_jd row_id col_jd with cotangents dP (x = qs), dA (kn)."""
     xq, xk, y = (qs * row).to(DTYPE), (kn * row).to(DTYPE), (kn * col).to(DTYPE)
     by_q = tl.dot(tl.load(dP + square, mask=mask, other=0.0), y, input_precision=PRECISION)
