@@ -4,6 +4,7 @@ torchrun starts this file for what needs a process on each GPU.
 """
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -100,7 +101,7 @@ def losses(run: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """With a recipe for each preset, and its run on one GPU and on all; of the smaller one also without CUDA graphs."""
+    """With data, and a recipe for each preset."""
     folder = tmp_path_factory.mktemp("gpus")
     data = folder / "data"
     # Enough of it for 50 steps: what is learned by heart amplifies every rounding.
@@ -108,31 +109,43 @@ def folder(tmp_path_factory):
     sources = [*sorted(library.glob("*.py")), *(library / name for name in PACKAGES)]
     splits = ("--suffixes", ".py", "--validation-share", 0.1, "--train-tokenizer", 4096, "--tokenizer-characters", 5e6)
     finished(*TRAIN[:-1], "prepare", *sources, "--out", data, *splits, gpus=1)
-    alone = []
-    for i, preset in enumerate(PRESETS):
-        recipe = folder / f"{preset}.yaml"
-        recipe.write_text(RECIPE.format(base=preset, data=data, tokens=STEPS * 131_072))
-        alone.append(launched(*TRAIN, recipe, "--output_dir", folder / f"{preset} one", gpus=1, first=i))
-    assert [job.wait(400) for job in alone] == [0] * len(alone)
     for preset in PRESETS:
-        finished(*TRAIN, folder / f"{preset}.yaml", "--output_dir", folder / f"{preset} graphs")
-    small = folder / f"{PRESETS[0]}.yaml"
-    finished(*TRAIN, small, "--output_dir", folder / f"{PRESETS[0]} launched", *LAUNCHED)
+        recipe = RECIPE.format(base=preset, data=data, tokens=STEPS * 131_072)
+        (folder / f"{preset}.yaml").write_text(recipe)
     return folder
 
 
-@pytest.mark.parametrize("run", [f"{PRESETS[0]} graphs", f"{PRESETS[0]} launched", f"{PRESETS[1]} graphs"])
-def test_fsdp_has_the_losses_of_one(folder, run):
-    one, several = losses(folder / f"{run.split()[0]} one"), losses(folder / run)
+@pytest.fixture(scope="module")
+def losses_of(folder):
+    """Those of a preset on "one" GPU, or on all, by "graphs" or "launched": a function, which trains when it is first asked."""
+
+    @functools.cache
+    def of(preset: str, how: str) -> list[float]:
+        run = folder / f"{preset} {how}"
+        options = LAUNCHED if how == "launched" else ()
+        train = (*TRAIN, folder / f"{preset}.yaml", "--output_dir", run, *options)
+        finished(*train, gpus=1 if how == "one" else GPUS)
+        return losses(run)
+
+    return of
+
+
+@pytest.mark.parametrize(("preset", "how"), [(PRESETS[0], "graphs"), (PRESETS[0], "launched"), (PRESETS[1], "graphs")])
+def test_fsdp_has_the_losses_of_one(losses_of, preset, how):
+    one, several = losses_of(preset, "one"), losses_of(preset, how)
     assert len(one) == len(several) == STEPS
     differences = [abs(a / b - 1) for a, b in zip(several, one, strict=True)]
-    print(f"\nFSDP2 on {GPUS} GPUs, {run}: losses of {STEPS} steps, {one[0]:.3f} to {one[-1]:.3f}, differ by", end=" ")
+    print(
+        f"\nFSDP2 on {GPUS} GPUs, {preset} {how}: losses of {STEPS} steps, {one[0]:.3f} to {one[-1]:.3f}, differ by",
+        end=" ",
+    )
     print(f"{max(differences):.1e} at most, {max(differences[:25]):.1e} in the first 25 steps")
     assert max(differences) < 1e-3
 
 
-def test_an_adapter_has_the_losses_of_one(folder):
+def test_an_adapter_has_the_losses_of_one(folder, losses_of):
     """By CUDA graphs on all, without on one."""
+    losses_of(PRESETS[0], "one")  # leaves the base
     recipe, found = folder / "adapter.yaml", []
     recipe.write_text(ADAPTER.format(base=folder / f"{PRESETS[0]} one" / "models" / "8k", data=folder / "data"))
     for gpus, options in ((1, LAUNCHED), (GPUS, ())):
@@ -144,8 +157,9 @@ def test_an_adapter_has_the_losses_of_one(folder):
     assert max(differences) < 1e-3
 
 
-def test_after_a_kill_fewer_go_on(folder):
-    run, train = folder / "killed", (*TRAIN, folder / f"{PRESETS[0]}.yaml", "--output_dir", folder / "killed")
+def test_after_a_kill_fewer_go_on(folder, losses_of):
+    one, run = losses_of(PRESETS[0], "one"), folder / "killed"
+    train = (*TRAIN, folder / f"{PRESETS[0]}.yaml", "--output_dir", run)
     job = launched(*train)
     try:
         until = time.monotonic() + 300
@@ -157,9 +171,10 @@ def test_after_a_kill_fewer_go_on(folder):
     finally:
         job.terminate()
     finished(*train, gpus=GPUS // 2)
-    one = losses(folder / f"{PRESETS[0]} one")
     differences = [abs(a / b - 1) for a, b in zip(losses(run), one, strict=True)]
-    print(f"\nkilled, then {GPUS // 2} GPUs: losses differ by {max(differences):.1e} at most")
+    print(
+        f"\nkilled after {KILLED_AFTER} steps, then {GPUS // 2} GPUs: losses differ by {max(differences):.1e} at most"
+    )
     assert max(differences) < 1e-3
 
 
