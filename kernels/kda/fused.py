@@ -284,7 +284,7 @@ def _backward_keys(call, work, head, G, do, dv, dq, dk, dg, dA_log, ddt_bias):
     kda_bwd_kernel_inputs[(K // BK * G * n,)](
         call.q, call.k, call.g, call.A_log, call.dt_bias, layout.chunks, work["norms"], work["totals"], work["sums"], *factors,
         dq, dk, dg, dA_log, ddt_bias, call.T, call.H, head, call.scale, G=G, K=K, BK=BK, ROWS=_rows(K),
-        LOWER_BOUND=call.gate["LOWER_BOUND"], VARLEN=layout.packed, num_warps=4, maxnreg=128,
+        LOWER_BOUND=call.gate["LOWER_BOUND"], VARLEN=layout.packed, num_warps=4, maxnreg=160,
     )  # fmt: skip
 
 
