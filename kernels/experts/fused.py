@@ -248,7 +248,8 @@ class Call:
         return h
 
     def projection_gradient(self, routing, a, b, out, begin, *, gather_a) -> None:
-        tile = weight_tile(self.pairs, self.E, self.x.dtype, gather_a=gather_a)
+        width = (b if gather_a else a).shape[1]
+        tile = weight_tile(self.pairs, self.E, width, self.x.dtype, gather_a=gather_a)
         launch_weights(
             a, b, routing.order, routing.offsets, out, begin, tile, precision(self.x.dtype), k=self.k, gather_a=gather_a
         )  # fmt: skip

@@ -46,8 +46,8 @@ def tall_tile(BM: int, depth: int, columns: int) -> Tile:
     return Tile(BM, 256, 64, 8, 4) if depth >= 1024 and columns >= 256 else Tile(BM, 128, 64, 4, 2)
 
 
-def weight_tile(pairs: int, E: int, dtype: torch.dtype, *, gather_a: bool) -> Tile:
-    """For the gradients of the projections: sums over the rows of an expert.
+def weight_tile(pairs: int, E: int, width: int, dtype: torch.dtype, *, gather_a: bool) -> Tile:
+    """For the gradients of the projections: sums over the rows of an expert. `width`: columns of the operand in order.
 
     Rows are found through an index, which takes half of the stages: five of them load two steps ahead, four one step; seven
     would not fit where D or I is no multiple of 16.
@@ -56,6 +56,6 @@ def weight_tile(pairs: int, E: int, dtype: torch.dtype, *, gather_a: bool) -> Ti
     """
     if dtype == torch.float32:
         return Tile(64, 64, 32, 4, 1)
-    if pairs < 768 * E:
+    if pairs < 768 * E or width % 256:
         return Tile(128, 128, 64, 4, 4)
     return Tile(128, 256, 64, 8, 5) if gather_a else Tile(256, 128, 64, 8, 5)

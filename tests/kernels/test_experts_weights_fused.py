@@ -70,7 +70,7 @@ def fused():
     "M, N, channels", [(64, 128, {}), (72, 44, {"spare": 16, "begin": 8}), (136, 12, {"spare": 4})]
 )
 def test_sums_over_rows(gather_a, M, N, channels, fused, poison_empty):
-    tile = fused.weight_tile(sum(HEIGHTS), len(HEIGHTS), torch.float32, gather_a=gather_a)
+    tile = fused.weight_tile(sum(HEIGHTS), len(HEIGHTS), 64, torch.float32, gather_a=gather_a)
     Sums(gather_a, M, N, **channels).check(tile, "tf32x3")
 
 
@@ -100,11 +100,16 @@ def test_an_expert_does_not_see_the_rows_of_the_others(gather_a, fused, poison_e
 
 
 def test_the_gathered_side_of_a_wide_tile_is_the_narrow_one(fused):
-    many, few = 112 * 1024, 112 * 512
+    many, few, bf16 = 112 * 1024, 112 * 512, torch.bfloat16
     for gather_a, wide in ((True, (128, 256)), (False, (256, 128))):
-        assert fused.weight_tile(many, 112, torch.bfloat16, gather_a=gather_a)[:2] == wide
-        assert fused.weight_tile(few, 112, torch.bfloat16, gather_a=gather_a)[:2] == (128, 128)
-        assert fused.weight_tile(many, 112, torch.float32, gather_a=gather_a) == fused.Tile(64, 64, 32, 4, 1)
+        assert fused.weight_tile(many, 112, 768, bf16, gather_a=gather_a)[:2] == wide
+        assert fused.weight_tile(few, 112, 768, bf16, gather_a=gather_a)[:2] == (128, 128)
+        assert fused.weight_tile(many, 112, 768, torch.float32, gather_a=gather_a) == fused.Tile(64, 64, 32, 4, 1)
+
+
+def test_no_half_of_a_wide_tile_is_empty(fused):
+    for width in (128, 384, 640):
+        assert fused.weight_tile(112 * 1024, 112, width, torch.bfloat16, gather_a=True)[:2] == (128, 128)
 
 
 GPU_SIZES = ((512, 512, {}), (264, 392, {"spare": 16, "begin": 8}), (1024, 768, {"spare": 256, "begin": 256}))
@@ -119,7 +124,7 @@ def test_on_a_gpu_sums_are_exact_and_repeat_to_the_bit(
     M, N, channels, rows_per_expert, gather_a, dtype, fused, poison_empty
 ):
     """Of every tile that can be chosen, also over rows for which it is not."""
-    tile = fused.weight_tile(rows_per_expert, 1, dtype, gather_a=gather_a)
+    tile = fused.weight_tile(rows_per_expert, 1, 256, dtype, gather_a=gather_a)
     sums = Sums(gather_a, M, N, **channels, dtype=dtype, device="cuda")
     first = sums.check(tile, fused.precision(dtype), GPU_LIMITS[dtype])
     for _ in range(50):
@@ -131,5 +136,5 @@ def test_on_a_gpu_sums_are_exact_and_repeat_to_the_bit(
 @pytest.mark.parametrize("gather_a", [True, False])
 @pytest.mark.parametrize("rows_per_expert", [256, 1024])
 def test_on_a_gpu_an_expert_does_not_see_the_rows_of_the_others(rows_per_expert, gather_a, dtype, fused, poison_empty):
-    tile = fused.weight_tile(rows_per_expert, 1, dtype, gather_a=gather_a)
+    tile = fused.weight_tile(rows_per_expert, 1, 256, dtype, gather_a=gather_a)
     isolated(Sums(gather_a, 264, 392, dtype=dtype, device="cuda"), tile, fused.precision(dtype))
