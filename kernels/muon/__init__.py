@@ -1,4 +1,4 @@
-from .api import muon_descend, muon_direction
+from .api import muon_descend, muon_direction, newton_schulz_step
 
 
-__all__ = ["muon_descend", "muon_direction"]
+__all__ = ["muon_descend", "muon_direction", "newton_schulz_step"]

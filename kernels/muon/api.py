@@ -1,10 +1,10 @@
-"""What Muon does to each element, in place: the public functions. The matrix products are `training/muon.py`."""
+"""What Muon does to each element, in place, and a step of its matrix products: the public functions."""
 
 import torch
 
 from ..checks import check_floating
 from ..dispatch import choose
-from .reference import muon_descend_reference, muon_direction_reference
+from .reference import muon_descend_reference, muon_direction_reference, newton_schulz_step_reference
 
 
 def muon_direction(
@@ -60,6 +60,37 @@ def muon_descend(
 
         return muon_descend_fused(parameter, update, lr=lr, weight_decay=weight_decay)
     return muon_descend_reference(parameter, update, lr=lr, weight_decay=weight_decay)
+
+
+def newton_schulz_step(x: torch.Tensor, a: float, b: float, c: float, *, impl: str = "auto") -> torch.Tensor:
+    """(a I + b G + c G^2) x with G = x x^T, for each matrix of a stack; x (a I + b G + c G^2) with G = x^T x where it is tall.
+
+    The singular values s of each matrix become a s + b s^3 + c s^5 (Jordan et al., Muon, 2024).
+
+    Args:
+        x: [N, R, C], floating, contiguous.
+        a, b, c: coefficients of the polynomial.
+        impl: "auto", "triton" or "reference".
+
+    Returns:
+        [N, R, C] in the dtype of `x`, in which G and the polynomial in it are rounded too. A matrix has the same bits
+        of G and of the polynomial beside any others.
+
+    Raises:
+        ValueError: a shape, layout or dtype that does not fit, or an implementation that cannot run here.
+    """
+    check_floating("x", x)
+    if x.ndim != 3 or not x.is_contiguous():
+        raise ValueError(f"x: expected a contiguous [N, R, C], got {list(x.shape)} with strides {list(x.stride())}")
+    if choose(impl, x, triton=True) == "triton":
+        from .fused_products import newton_schulz_step_fused, supports
+
+        refused = supports(x)
+        if refused is None:
+            return newton_schulz_step_fused(x, a, b, c)
+        if impl == "triton":
+            raise ValueError(f"impl: 'triton' was asked for, but {refused}")
+    return newton_schulz_step_reference(x, a, b, c)
 
 
 def _check(**tensors: torch.Tensor) -> None:

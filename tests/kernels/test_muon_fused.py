@@ -1,12 +1,13 @@
-"""Muon's elements: reference = definition, fused = reference under the interpreter and on a GPU, refusals."""
+"""Muon's elements and products: reference = definition, fused = reference under the interpreter and on a GPU, refusals."""
 
 import pytest
 import torch
 
-from modeling_moe_lc.kernels.muon import muon_descend, muon_direction
+from modeling_moe_lc.kernels.muon import muon_descend, muon_direction, newton_schulz_step
 
 
 BETA, LR, DECAY = 0.95, 0.02, 0.1
+POLYNOMIAL = 3.4445, -4.7750, 2.0315
 
 
 def make(shape, device="cpu", dtype=torch.float32):
@@ -72,6 +73,57 @@ def test_on_a_gpu_against_fp64(shape, dtype, limit):
     compare(shape, "triton", dtype, "cuda", limit)
 
 
+def blocks(count, rows, columns, dtype, device="cpu"):
+    """Of norm 1, as Newton-Schulz begins with."""
+    generator = torch.Generator(device).manual_seed(rows + columns)
+    x = torch.randn(count, rows, columns, generator=generator, device=device)
+    return (x / x.norm(dim=(1, 2), keepdim=True)).to(dtype)
+
+
+def step_error(x, impl):
+    """The singular values of an exact step are known, and its singular vectors are those of x."""
+    u, s, v = torch.linalg.svd(x.double(), full_matrices=False)
+    a, b, c = POLYNOMIAL
+    exact = u * (a * s + b * s**3 + c * s**5)[:, None] @ v
+    return ((newton_schulz_step(x, *POLYNOMIAL, impl=impl).double() - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+@pytest.mark.parametrize(
+    "shape", [(2, 8, 12), (2, 12, 8), (1, 64, 64), (2, 72, 100), (2, 140, 68), (1, 136, 264), (1, 200, 132)]
+)
+def test_a_step_is_the_polynomial_of_the_singular_values(shape, impl, poison_empty):
+    assert step_error(blocks(*shape, torch.float32), impl) < 1e-5
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_a_stack_without_matrices_stays_empty(impl):
+    assert newton_schulz_step(torch.empty(0, 8, 16), *POLYNOMIAL, impl=impl).shape == (0, 8, 16)
+
+
+GPU_STACKS = [
+    (64, 256, 512),
+    (64, 512, 256),
+    (48, 128, 1024),
+    (33, 64, 512),
+    (4, 1024, 1024),
+    (3, 200, 1000),
+    (3, 1000, 200),
+    (2, 8, 16),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, limit", [(torch.bfloat16, 1e-2), (torch.float32, 1e-5)], ids=str)
+@pytest.mark.parametrize("shape", GPU_STACKS, ids=str)
+def test_on_a_gpu_a_step_is_exact_and_repeats_to_the_bit(shape, dtype, limit, poison_empty):
+    x = blocks(*shape, dtype, "cuda")
+    assert step_error(x, "triton") < limit
+    first = newton_schulz_step(x, *POLYNOMIAL, impl="triton")
+    for _ in range(30):
+        assert torch.equal(newton_schulz_step(x, *POLYNOMIAL, impl="triton"), first)
+
+
 def test_refusals_name_the_argument():
     gradient, momentum, parameter = make((2, 3, 5))
     with pytest.raises(ValueError, match="momentum: expected .N, R, C. = .2, 3, 5., got .1, 3, 5."):
@@ -82,3 +134,7 @@ def test_refusals_name_the_argument():
         muon_descend(parameter, gradient.long(), lr=LR)
     with pytest.raises(ValueError, match="parameter: expected FP32, got torch.float64"):
         muon_descend(parameter.double(), gradient, lr=LR, impl="triton")
+    with pytest.raises(ValueError, match="x: expected a contiguous .N, R, C., got .3, 2, 5."):
+        newton_schulz_step(torch.ones(3, 5, 2).mT, *POLYNOMIAL)
+    with pytest.raises(ValueError, match="expected matrices of multiples of 4 rows and columns, got .3, 5."):
+        newton_schulz_step(torch.ones(2, 3, 5), *POLYNOMIAL, impl="triton")
