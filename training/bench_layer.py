@@ -103,7 +103,9 @@ class Device(Cuda):
             for _ in range(PROFILED_CALLS):
                 call()
             torch.cuda.synchronize()
-        times = {event.key: event.device_time_total / 1e3 / PROFILED_CALLS for event in profile.key_averages()}
+        # Calls of the driver are among them, which take no time on the device.
+        events = [event for event in profile.key_averages() if event.device_time_total > 0]
+        times = {event.key: event.device_time_total / 1e3 / PROFILED_CALLS for event in events}
         return dict(sorted(times.items(), key=lambda item: -item[1]))
 
 
