@@ -27,6 +27,8 @@ MAX_CONFIG = 1 << 22
 MAX_DIMS = 8
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+# What `Trainer` leaves beside the weights. None of it is opened.
+OF_TRAINER = re.compile(r"training_args\.bin|optimizer\.(pt|bin)|(scheduler|scaler)\.pt|rng_state(_\d+)?\.pth")
 LEAST_BYTES = {b"{": 32, b"[": 16, b",": 4, b":": 8}  # of a header per such character
 LEAST_INDEX_BYTES = {b"{": 1 << 16, b"[": 1 << 16, b",": 12, b":": 12}
 _SHORT = reprlib.Repr()
@@ -174,13 +176,14 @@ def read_index(path: Path) -> dict[str, str]:
 class Checkpoint:
     """All tensors of a folder, from headers alone, and their bytes on demand; safe to read from several threads.
 
-    Raises `ValueError` for a pickle in the folder (by name), for a missing shard, and where index and headers disagree.
+    Raises `ValueError` for a pickle in the folder (by name; not for those of `Trainer`), for a missing shard, and where index and headers disagree.
     """
 
     def __init__(self, folder: Path):
         if not folder.is_dir():
             raise ValueError(f"checkpoint: expected a folder, got {folder}")
         pickles = sorted(entry.name for entry in folder.iterdir() if entry.suffix.lower() in PICKLES)
+        pickles = [name for name in pickles if not OF_TRAINER.fullmatch(name)]
         if pickles:
             raise ValueError(
                 f"{folder}: expected safetensors only, got {', '.join(pickles)}: a pickle runs code when it is read"

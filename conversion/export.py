@@ -54,11 +54,12 @@ def export(checkpoint: Path, out: Path, target: str) -> Path:
         ValueError: `out` has files; the target cannot express a field (all are named); tensors are missing, unexpected
             or of another shape or dtype (all are named); the disk is too small. Nothing was written then.
     """
+    out = out.resolve()  # beside what a link leads to, and "." has no name
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out: expected a new or an empty folder, got {out}")
     with Checkpoint(checkpoint) as opened:
         plan, links = plan_export(opened, target, out)
-        staged = out.absolute().with_name(f".{out.absolute().name}.export")
+        staged = out.with_name(f".{out.name}.export")
         _clear(staged, plan, links)
         convert(opened, plan, staged, resume=True, workers=THREADS)
         for name, file in links.items():

@@ -65,7 +65,10 @@ _KDA_OF_K3 = ("gate_lower_bound", "use_full_rank_gate")
 _NOT_RELEASED_OF_VISION = {"rms_norm_eps", "initializer_range"}
 
 # The layout has the fields; the classes behind them, released or in the engines, have one value.
-_ONLY = {"kimi-k3": {}, "kimi-linear": {"hidden_act": "silu", "q_lora_rank": None}}
+_ONLY = {
+    "kimi-k3": {},
+    "kimi-linear": {"hidden_act": "silu", "q_lora_rank": None, "tie_word_embeddings": False, "moe_layer_freq": 1},
+}
 _WITHOUT_EFFECT = {*OWN_FIELDS, "initializer_range", "output_router_logits"}  # on what a served model computes
 _REMEDY = {
     "expert_quantization": "moe-lc convert --dtype bfloat16 unpacks it",
@@ -133,6 +136,7 @@ def _kimi_linear(config: MoeLcTextConfig) -> dict[str, Any]:
                 "linear_attn_config": {key: config.linear_attn_config[key] for key in _KDA},
                 "model_max_length": config.max_position_embeddings,
                 "model_type": "kimi_linear",
+                "num_shared_experts": config.num_shared_experts or 0,
                 "rope_scaling": None,
                 "rope_theta": 10000.0,
             }.items()

@@ -6,26 +6,32 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..adapter_names import is_released, per_expert_adapter
 from ..adapters import load_lora
+from ..modeling_moe_lc import MoeLcForCausalLM
+from ..modeling_moe_lc_vl import MoeLcForConditionalGeneration
+from .checkpoint_reader import read_json, side_files
+from .layouts import Description, describe
 
 
-CARRIED = (
+# Of the adapter, in place of those of its base: it may have been trained with a template, or with tokens, of its own.
+TOKENIZER = (
     "*.jinja",
     "tokenizer*",
     "vocab*",
     "merges.txt",
     "special_tokens_map.json",
-    "*processor_config.json",
-    "LICENSE*",
+    "added_tokens.json",
+    "*.model",
 )
 
 
 def merge_adapter(base: str | Path, adapter: str | Path, out: str | Path, *, dtype: str = "auto") -> Path:
-    """Write `out`: the base with the adapter in its weights, as `save_pretrained` writes it, and the tokenizer.
+    """Write `out`: the base with the adapter in its weights, as `save_pretrained` writes it, and the files beside them:
+    those of the base, but tokenizer and chat template of the adapter where it brings them.
 
     Args:
         base: folder of the model. Experts in MXFP4 are read as plain weights and stay plain in `out`: their sums with an
@@ -35,18 +41,25 @@ def merge_adapter(base: str | Path, adapter: str | Path, out: str | Path, *, dty
         dtype: of the merged weights; "auto" is that of the base. The sums are rounded to it once.
 
     Raises:
-        ValueError: `out` exists; the adapter is for another architecture; a sum is not finite.
+        ValueError: `out` exists; no such dtype; the base is none of our models, or no adapter is in its folder; it is for
+            another architecture; a sum is not finite.
     """
-    out = new_folder(out)
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+    out, base, adapter = new_folder(out), Path(base), adapter_folder(adapter)
+    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f"dtype: expected auto or one of torch, such as bfloat16, got {dtype!r}")
+    # Not by `AutoModelForCausalLM`: a folder that calls itself `kimi_linear` is transformers' own class there.
+    kind = MoeLcForCausalLM if described(base).vision is None else MoeLcForConditionalGeneration
+    model = kind.from_pretrained(base, dtype=dtype)
     text = model.config.get_text_config()
     text.expert_quantization = None
     merged = load_lora(model, str(adapter)).merge_and_unload(safe_merge=True, progressbar=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
         staged = Path(scratch, "merged")
         merged.save_pretrained(staged)
-        for pattern in CARRIED:
-            for file in Path(base).glob(pattern):
+        for file in side_files(base):
+            shutil.copy2(file, staged / file.name)
+        for pattern in TOKENIZER:
+            for file in adapter.glob(pattern):
                 shutil.copy2(file, staged / file.name)
         staged.rename(out)
     return out
@@ -54,19 +67,20 @@ def merge_adapter(base: str | Path, adapter: str | Path, out: str | Path, *, dty
 
 def export_adapter(base: str | Path, adapter: str | Path, out: str | Path) -> Path:
     """Write `out`: the adapter with released names, expert by expert, as vLLM and SGLang read it. Of `base` only the config
-    is read.
+    is read. `load_lora` reads it, too, unless it adapts only one kind of attention: ends of names do not say which.
 
     Raises:
-        ValueError: `out` exists; the adapter has other parts than LoRA's A and B, or released names already.
+        ValueError: `out` exists; no adapter is in its folder; it has other parts than LoRA's A and B, or released names
+            already.
     """
     from peft import LoraConfig
     from peft.utils import load_peft_weights
 
-    out, state = new_folder(out), load_peft_weights(str(adapter), device="cpu")
-    if is_released(state):
+    out, adapter, experts = new_folder(out), adapter_folder(adapter), described(Path(base)).config.num_experts
+    state, config = load_peft_weights(str(adapter), device="cpu"), LoraConfig.from_pretrained(str(adapter))
+    if is_released(state, config):
         raise ValueError(f"adapter: expected one in PEFT's layout, got released names in {adapter}")
-    experts = AutoConfig.from_pretrained(base).get_text_config().num_experts
-    tensors, config = per_expert_adapter(state, LoraConfig.from_pretrained(str(adapter)), experts)
+    tensors, config = per_expert_adapter(state, config, experts)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
         staged = Path(scratch, "adapter")
         staged.mkdir()
@@ -83,6 +97,17 @@ def new_folder(out: str | Path) -> Path:
         raise ValueError(f"out: expected a folder that is not there yet, got {out}")
     out.parent.mkdir(parents=True, exist_ok=True)
     return out
+
+
+def described(base: Path) -> Description:
+    return describe(read_json(base / "config.json"))
+
+
+def adapter_folder(adapter: str | Path) -> Path:
+    adapter = Path(adapter)
+    if not (adapter / "adapter_config.json").is_file():
+        raise ValueError(f"adapter: expected a folder with adapter_config.json, got {adapter}")
+    return adapter
 
 
 def sorted_or_text(value):

@@ -24,6 +24,7 @@ State = dict[str, torch.Tensor]
 TREE = "base_model.model."
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(w[123])")
 HALVES = ("gate_proj", "up_proj")
+ROUTER = ".block_sparse_moe.gate"
 HALF = re.compile(r"(.*\.(?:mlp|shared_experts))\.(?:gate_proj|up_proj)")
 # (ours, released) beginnings of names in a multimodal model; those of a text model are the same
 MULTIMODAL = (
@@ -84,7 +85,10 @@ def per_expert_adapter(state: State, config: LoraConfig, num_experts: int) -> tu
     return written, config.to_dict() | changed
 
 
-def is_released(state: State) -> bool:
+def is_released(state: State, config: LoraConfig) -> bool:
+    """Also where nothing but the router, a parameter in PEFT's layout, tells."""
+    if not config.target_parameters and any(f"{ROUTER}.lora_" in name for name in state):
+        return True
     return any(EXPERT.search(name) or HALF.search(name) for name in state)
 
 
@@ -99,15 +103,28 @@ def fused_adapter(state: State, config: LoraConfig) -> tuple[State, LoraConfig]:
     """
     updates = read_updates(state)
     config = copy.deepcopy(config)
-    config.target_modules = set(config.target_modules or ()) - {"w1", "w2", "w3", "gate_proj", "up_proj"}
     written = {
         path: update for path, update in updates.items() if not (EXPERT.fullmatch(path) or HALF.fullmatch(path))
     }
     written |= fuse_experts(updates, config) | fuse_mlps(updates, config)
+    # Whole names: the end of one, `down_proj`, may be that of a layer that has no update, too.
+    config.target_modules = {end_of(path) for path in written if not is_parameter(path)}
+    if any(path.endswith(ROUTER) for path in written):
+        config.target_parameters = [*(config.target_parameters or ()), f"{ROUTER.removeprefix('.')}.weight"]
     named = (
         (path, part, tensor) for path, update in written.items() for part, tensor in zip("AB", update, strict=True)
     )
     return {f"{TREE}{path}.lora_{part}.weight": tensor.contiguous() for path, part, tensor in named}, config
+
+
+def is_parameter(path: str) -> bool:
+    """Whether PEFT adapts what is at `path` as a parameter: routed experts and router."""
+    return path.removesuffix(".base_layer").endswith((".experts", ROUTER))
+
+
+def end_of(path: str) -> str:
+    """The part of a name that a text model and a multimodal one share."""
+    return re.sub(r"^(?:language_model\.)?(?:model\.)?(?:language_model\.)?", "", path)
 
 
 def fuse_experts(updates: dict[str, Update], config: LoraConfig) -> dict[str, Update]:
@@ -133,7 +150,6 @@ def fuse_mlps(updates: dict[str, Update], config: LoraConfig) -> dict[str, Updat
     """Those of dense and shared MLPs."""
     parents = sorted({found[1] for path in updates if (found := HALF.fullmatch(path))})
     halves = {f"{mlp}.gate_up_proj": [updates.get(f"{mlp}.{name}") for name in HALVES] for mlp in parents}
-    config.target_modules |= {f"{mlp.rpartition('.')[2]}.gate_up_proj" for mlp in parents}
     return fuse_halves(halves, r".*\.(mlp|shared_experts)\.gate_up_proj", config)
 
 

@@ -145,7 +145,7 @@ def load_lora(
 
     config = LoraConfig.from_pretrained(folder, **kwargs)
     state = load_peft_weights(folder, device="cpu", **kwargs)
-    if is_released(state):
+    if is_released(state, config):
         state, config = fused_adapter(state, config)
     if any(plain_name(name).startswith("model.language_model") for name, _ in model.named_modules()):
         state = multimodal_names(state)
@@ -181,6 +181,7 @@ def adapter_differences(model: PeftModel, state: dict[str, torch.Tensor], adapte
     from peft import get_peft_model_state_dict
 
     own = get_peft_model_state_dict(model, adapter_name=adapter_name, save_embedding_layers=False)
+    own |= {name: tensor for name, tensor in base_embeddings(model).items() if name in state}
     lines = [f"{name} {list(state[name].shape)}: not in this model" for name in sorted(state.keys() - own.keys())]
     lines += [f"{name} {list(own[name].shape)}: not in the adapter" for name in sorted(own.keys() - state.keys())]
     return lines + [
@@ -188,6 +189,13 @@ def adapter_differences(model: PeftModel, state: dict[str, torch.Tensor], adapte
         for name in sorted(own.keys() & state.keys())
         if own[name].shape != state[name].shape
     ]
+
+
+def base_embeddings(model: PeftModel) -> dict[str, torch.Tensor]:
+    """Embedding and head of the base, under the names by which PEFT saves them beside an adapter of the head, or of a model
+    whose vocabulary was resized."""
+    ends = ("embed_tokens.weight", "lm_head.weight", "lm_head.base_layer.weight")
+    return {name: parameter for name, parameter in model.named_parameters() if name.endswith(ends)}
 
 
 def check_lora(model: nn.Module, config: LoraConfig) -> None:

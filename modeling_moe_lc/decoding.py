@@ -32,10 +32,12 @@ def fixed_size(cache: DynamicCache, config, room: int, batch: int | None = None)
         batch: as many sequences in place of the one in `cache`, all behind the same prompt.
 
     Raises:
-        ValueError: no room; several sequences to begin with.
+        ValueError: no room; a cache that holds nothing; several sequences to begin with.
     """
     if room < 1:
         raise ValueError(f"room: expected at least 1 token, got {room}")
+    if not holds_tokens(cache, config.layer_types):
+        raise ValueError("cache: expected one that a forward pass has filled, got an empty one")
     fixed = StaticCache(config=config, max_cache_len=cache.get_seq_length() + room)
     for i, kind in enumerate(config.layer_types):
         if kind == "linear_attention":

@@ -54,6 +54,11 @@ def effective_weight(linear: nn.Module, inputs: torch.Tensor | None = None) -> t
     return linear(torch.eye(linear.in_features, dtype=like.dtype, device=like.device)).T
 
 
+def differs_by_row(linear: nn.Module) -> bool:
+    """Whether rows of a batch go through adapters of their own (`adapter_names`), which PEFT tells a layer by a hook."""
+    return type(linear) is not nn.Linear and bool(linear._forward_pre_hooks)
+
+
 class GatedMLA(nn.Module):
     """MLA with an optional low-rank query and an optional sigmoid gate on its output."""
 
@@ -98,7 +103,7 @@ class GatedMLA(nn.Module):
 
         # Not with gradients: tensor parallelism sums those of the latent over the ranks in the forward of `kv_b_proj`.
         absorbed = past_key_values is not None and not torch.is_grad_enabled()
-        absorbed = absorbed and config._attn_implementation != "eager"
+        absorbed = absorbed and config._attn_implementation != "eager" and not differs_by_row(self.kv_b_proj)
         if past_key_values is not None:
             # One dtype for both, as a static cache has it: under autocast the norm's is another.
             cached = past_key_values.update(latent[:, None], k_rope.to(latent.dtype)[:, None], self.layer_idx)

@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from .cache import holds_tokens
+
 
 def check_tokens(input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> None:
     """Raises `ValueError` unless exactly one is given, ids `[B, T]` or embeddings `[B, T, D]`."""
@@ -32,7 +34,7 @@ def check_attention_mask(mask: torch.Tensor | dict | None, x: torch.Tensor, cach
     """Raises `ValueError` unless the mask is None, a dict by kind of layer or `[B, past + T]` for the tokens `x` `[B, T, D]`.
 
     Recurrent layers can obey no other mask. How many tokens a static cache holds stands on the device: there a mask may
-    be longer than `T` by any number.
+    be longer than `T` by any number, and ends with the new tokens unless they are the first.
     """
     if mask is None or isinstance(mask, dict):
         return
@@ -44,3 +46,9 @@ def check_attention_mask(mask: torch.Tensor | dict | None, x: torch.Tensor, cach
         return
     expected = f"[{batch}, {total} or more]" if static else f"[{batch}, {total}]"
     raise ValueError(f"attention_mask: expected [B, past + T] = {expected}, got {list(mask.shape)}")
+
+
+def mask_of_first_tokens(mask: torch.Tensor | dict | None, length: int, cache, layer_types: list[str]):
+    """The mask, or where it covers all that an empty static cache has room for, the part `[B, T]` of its first tokens."""
+    is_first = cache is not None and cache.is_compileable and not holds_tokens(cache, layer_types)
+    return mask[:, :length] if is_first and isinstance(mask, torch.Tensor) else mask

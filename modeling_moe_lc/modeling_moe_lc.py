@@ -25,7 +25,7 @@ from .backends import operator_impl
 from .configuration.configuration_moe_lc import MoeLcTextConfig
 from .decoding import Decoding
 from .gated_mla import ABSORBED_TOKENS, GatedMLA
-from .inputs import check_attention_mask, check_cache, check_tokens
+from .inputs import check_attention_mask, check_cache, check_tokens, mask_of_first_tokens
 from .kda import Decay, KimiDeltaAttention, ShortConv
 from .latent_moe import LatentMoE, MoeLcExperts
 from .loss import chunked_causal_lm_loss, keep_logits
@@ -190,6 +190,9 @@ class MoeLcTextModel(MoeLcPreTrainedModel):
         check_cache(past_key_values, self.config)
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds  # [B, T, D]
         check_attention_mask(attention_mask, hidden_states, past_key_values)
+        attention_mask = mask_of_first_tokens(
+            attention_mask, hidden_states.shape[1], past_key_values, self.config.layer_types
+        )
         segments, past_key_values = self._segments_and_cache(
             hidden_states, attention_mask, position_ids, past_key_values, use_cache, cu_seq_lens_q, seq_idx, segments
         )

@@ -234,19 +234,23 @@ class MoeLcForConditionalGeneration(LanguageModelHead, MoeLcMultimodalPreTrained
         )
         return self.with_head(outputs, labels, logits_to_keep, **kwargs)
 
-    def prepare_inputs_for_generation(self, *args, **kwargs):
-        """As in transformers, which drops pixels after the prefill but does not know their grids."""
-        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+    def prepare_inputs_for_generation(self, *args, inputs_embeds=None, **kwargs):
+        """As in transformers, which drops pixels after the prefill but does not know their grids, and looks for the name of
+        `inputs_embeds` here."""
+        inputs = super().prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)
         if inputs.get("pixel_values") is None:
             inputs.pop("grid_thws", None)
         return inputs
 
     def _expand_inputs_for_generation(self, expand_size=1, is_encoder_decoder=False, input_ids=None, **kwargs):
         """Beams and several answers: transformers before 5.23 would repeat patches one by one, not the items of a row."""
+        if expand_size == 1:  # ids may be those of a whole chat then, whose earlier pictures a cache holds
+            return input_ids, kwargs
         pixels, grids = kwargs.pop("pixel_values", None), kwargs.pop("grid_thws", None)
         encoded = (kwargs.get("mm_encoder_outputs") or {}).get("image")
         if pixels is not None or encoded is not None:
-            found = self.model.placeholders(input_ids, kwargs.get("inputs_embeds")).sum(-1)  # [B]
+            embeds = kwargs.get("inputs_embeds")
+            found = self.model.placeholders(input_ids if embeds is None else None, embeds).sum(-1)  # [B]
             if encoded is not None:
                 rows_of_items(found.new_tensor([len(item) for item in encoded.pooler_output]), found)
             else:

@@ -57,7 +57,7 @@ def packed_segments(
     """The documents of a packed batch, from the first of three descriptions that is given; None: each row is one.
 
     `cu_seq_lens_q` `[N + 1]`: borders over the flattened batch; `seq_idx` `[B, T]`: the document of each token;
-    `position_ids` `[B, T]` that start again at every document. Raises `ValueError` when borders do not fit the batch.
+    `position_ids` `[B, T]` that start again at every document. Raises `ValueError` when they do not fit the batch.
     """
     total = batch * length
     if cu_seq_lens_q is not None:
@@ -65,9 +65,12 @@ def packed_segments(
         if borders.dim() != 1 or borders[0] != 0 or borders[-1] != total or (borders.diff() < 0).any():
             raise ValueError(f"cu_seq_lens_q: expected rising borders from 0 to {total}, got {borders.tolist()}")
         return Segments.of_documents(borders)
+    for name, given in (("seq_idx", seq_idx), ("position_ids", position_ids)):
+        if given is not None and (given.dim() != 2 or given.shape[0] not in (1, batch) or given.shape[1] != length):
+            raise ValueError(f"{name}: expected [B, T] = [{batch}, {length}], got {list(given.shape)}")
     if seq_idx is not None:
         starts = seq_idx.diff(dim=-1) != 0
-    elif position_ids is not None and position_ids.dim() == 2 and position_ids.shape[-1] == length:
+    elif position_ids is not None:
         starts = position_ids.diff(dim=-1) != 1
     else:
         return None

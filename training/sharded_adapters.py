@@ -61,7 +61,7 @@ def load_adapter(model: PeftModel, folder: str | Path, adapter_name: str = "defa
     state = load_peft_weights(str(folder), device="cpu")
     refuse_strangers(str(folder), adapter_differences(model, state, adapter_name))
     own = get_peft_model_state_dict(model, adapter_name=adapter_name, save_embedding_layers=False)
-    set_peft_model_state_dict(model, {name: split_like(state[name], own[name]) for name in state}, adapter_name)
+    set_peft_model_state_dict(model, {name: split_like(state[name], own[name]) for name in own}, adapter_name)
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:

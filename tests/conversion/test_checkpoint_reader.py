@@ -200,3 +200,10 @@ def test_side_files_do_not_lead_out_of_the_folder(tmp_path):
     (folder / "vocab.json").symlink_to(secret)
     with pytest.raises(ValueError, match="vocab.json: expected a file in"):
         list(side_files(folder))
+
+
+def test_what_trainer_leaves_is_no_weight(small):
+    for name in ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth", "rng_state_3.pth"):
+        small.with_name(name).write_bytes(b"a pickle")
+    with Checkpoint(small.parent) as checkpoint:
+        assert checkpoint.tensors

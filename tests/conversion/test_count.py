@@ -51,3 +51,10 @@ def test_command_prints_the_total(capsys):
 def test_a_context_is_a_number_of_tokens(capsys):
     assert main(["count", "nano", "--context", "512", "0"]) == 2
     assert "context: expected 1 token or more, got 0" in capsys.readouterr().err
+
+
+def test_another_model_is_refused(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 64}')
+    for command in ("count", "card"):
+        assert main([command, str(tmp_path)]) == 2
+        assert "model_type: expected one of" in capsys.readouterr().err

@@ -234,6 +234,8 @@ class TestRefusals:
             ({"q_lora_rank": 16}, "q_lora_rank 16"),
             ({"hidden_act": "situ"}, "hidden_act 'situ'"),
             ({"routed_expert_hidden_size": 64}, "routed_expert_hidden_size 64"),
+            ({"tie_word_embeddings": True}, "tie_word_embeddings True"),
+            ({"moe_layer_freq": 2}, "moe_layer_freq 2"),
         ],
     )
     def test_a_kimi_linear_with_one_field_too_many(self, changes, field, tmp_path, capsys):

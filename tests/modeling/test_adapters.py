@@ -295,3 +295,18 @@ def test_norms_that_another_module_reads_are_adapted_too(tiny, ids, kind):
 
 def test_peft_model_is_the_result(tiny):
     assert isinstance(add_lora(tiny(), lora("mla", "kda")), PeftModel)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("batch", [2, 20])
+def test_rows_with_adapters_of_their_own_decode_as_they_are_read(batch, tiny, ids):
+    """Where the batch has as many rows as the latent has channels, too: PEFT's hooks see rows in whatever they are given."""
+    model = tiny()
+    assert model.config.kv_lora_rank == 20
+    torch.manual_seed(0)
+    adapted = add_lora(model, LoraConfig(r=4, init_lora_weights=False, **lora_targets("attention"))).eval()
+    names, tokens = ["default", "__base__"] * (batch // 2), ids(batch, 6)
+    whole = adapted(input_ids=tokens, adapter_names=names, use_cache=False).logits
+    cache = adapted(input_ids=tokens[:, :4], adapter_names=names, use_cache=True).past_key_values
+    rest = adapted(input_ids=tokens[:, 4:], adapter_names=names, past_key_values=cache).logits
+    torch.testing.assert_close(rest, whole[:, 4:], rtol=1e-4, atol=1e-4)

@@ -326,3 +326,79 @@ def test_merging_into_experts_in_mxfp4_writes_plain_ones(tmp_path):
     assert not any("packed" in name for name in names)
     merged = MoeLcForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
     assert relative(merged(ids).logits, adapted(ids).logits) < 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("groups", [("attention",), ("experts", "shared_experts")])
+def test_merging_into_a_released_kimi_linear(groups, tmp_path):
+    """`AutoModelForCausalLM` is transformers' own class for it."""
+    base, ids = MXFP4.with_name("kimi-linear-tiny"), torch.randint(3, 60, (2, 9))
+    adapted = add_lora(MoeLcForCausalLM.from_pretrained(base, dtype=torch.float32), lora(*groups)).eval()
+    adapted.save_pretrained(tmp_path / "adapter")
+    merge_adapter(base, tmp_path / "adapter", tmp_path / "merged", dtype="float32")
+    merged = MoeLcForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    assert relative(merged(ids).logits, adapted(ids).logits) < 1e-5
+
+
+@torch.no_grad()
+def test_an_adapter_of_the_head_as_peft_saves_it(saved, ids, tmp_path):
+    """With the weights of the head itself."""
+    base, folder, adapted = saved("head", "attention")
+    assert any(name.endswith("lm_head.base_layer.weight") for name in load_file(folder / "adapter_model.safetensors"))
+    logits = adapted(ids(2, 9)).logits
+    assert torch.equal(load_lora(MoeLcForCausalLM.from_pretrained(base), str(folder))(ids(2, 9)).logits, logits)
+    merge_adapter(base, folder, tmp_path / "merged")
+    assert relative(MoeLcForCausalLM.from_pretrained(tmp_path / "merged").eval()(ids(2, 9)).logits, logits) < 1e-5
+
+
+@torch.no_grad()
+def test_an_adapter_beside_a_vocabulary_of_another_size(tiny, ids, tmp_path):
+    def longer():
+        model = tiny()
+        torch.manual_seed(5)
+        model.resize_token_embeddings(520)
+        return model
+
+    adapted = add_lora(longer(), lora("attention")).eval()
+    adapted.save_pretrained(tmp_path, save_embedding_layers=True)
+    torch.manual_seed(6)
+    other = tiny()
+    other.resize_token_embeddings(520)
+    assert torch.equal(load_lora(other, str(tmp_path))(ids(2, 9)).logits, adapted(ids(2, 9)).logits)
+    with pytest.raises(ValueError, match=r"embed_tokens.weight: .512, 64. in this model, .520, 64. in the adapter"):
+        load_lora(tiny(), str(tmp_path))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("group", ["shared_experts", "router", "latent", "attention"])
+def test_a_group_comes_back_from_an_engine(group, tiny, ids, tmp_path):
+    """Ends of names do not tell which layers have an update."""
+    torch.manual_seed(0)
+    base = tiny()
+    base.save_pretrained(tmp_path / "base")
+    adapted = add_lora(base, lora(group)).eval()
+    adapted.save_pretrained(tmp_path / "adapter")
+    export_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "engine")
+    again = load_lora(MoeLcForCausalLM.from_pretrained(tmp_path / "base"), str(tmp_path / "engine"))
+    assert relative(again(ids(2, 9)).logits, adapted(ids(2, 9)).logits) < 1e-6
+
+
+def test_merging_hands_on_the_files_of_both(saved, tmp_path):
+    base, folder, _ = saved("attention")
+    (base / "tiktoken.model").write_bytes(b"base")
+    (base / "tokenizer_config.json").write_text("{}")
+    (base / "chat_template.jinja").write_text("of the base")
+    (folder / "chat_template.jinja").write_text("of the adapter")
+    merge_adapter(base, folder, tmp_path / "merged")
+    assert (tmp_path / "merged" / "tiktoken.model").read_bytes() == b"base"
+    assert (tmp_path / "merged" / "tokenizer_config.json").read_text() == "{}"
+    assert (tmp_path / "merged" / "chat_template.jinja").read_text() == "of the adapter"
+
+
+def test_merging_what_is_not_there(saved, tmp_path, capsys):
+    base, folder, _ = saved("attention")
+    out = str(tmp_path / "out")
+    assert main(["merge", str(base), str(base), out]) == 2
+    assert "adapter: expected a folder with adapter_config.json" in capsys.readouterr().err
+    assert main(["merge", str(base), str(folder), out, "--dtype", "float17"]) == 2
+    assert "dtype: expected auto or one of torch" in capsys.readouterr().err

@@ -99,3 +99,23 @@ def test_what_would_roll_a_state_back(model, ids):
     for how in ({"assistant_model": model}, {"prompt_lookup_num_tokens": 2}):
         with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
             model.generate(ids(1, 5), max_new_tokens=2, **how)
+
+
+@torch.no_grad()
+def test_mask_for_all_that_a_static_cache_has_room_for(model, ids):
+    """As the rows of a batch that are as long as it: nothing stands behind the prompt yet."""
+    tokens, mask = ids(2, 5), torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]])
+    expected = model(tokens, attention_mask=mask).logits
+    for behind in (0, 1):
+        cache = StaticCache(config=model.config, max_cache_len=9)
+        wide = torch.nn.functional.pad(mask, (0, 4), value=behind)
+        logits = model(tokens, attention_mask=wide, past_key_values=cache).logits
+        assert torch.allclose(logits[mask.bool()], expected[mask.bool()], atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(6,), (3, 1, 6), (1, 5), (4, 6)], ids=str)
+def test_positions_and_documents_of_another_shape(model, ids, shape):
+    got = r"\[" + ", ".join(map(str, shape)) + r",?\]"
+    for name in ("position_ids", "seq_idx"):
+        with refused(name, r"\[B, T\] = \[2, 6\]", got):
+            model(ids(2, 6), **{name: torch.zeros(shape, dtype=torch.int64)}, use_cache=False)

@@ -325,3 +325,20 @@ def test_a_bf16_model_keeps_what_must_be_fp32_and_reads_fp32_pixels(two_layers, 
     features = torch.cat(model.get_image_features(**rows.media_of(0, 2)).pooler_output)
     exact = torch.cat(model.float().get_image_features(**rows.media_of(0, 2)).pooler_output)
     assert features.dtype == torch.bfloat16 and relative(features.float(), exact) < 0.05
+
+
+@torch.no_grad()
+def test_a_chat_goes_on_with_a_cache_and_another_picture(model, rows):
+    first, second = rows.alone(0), rows.alone(2)
+    whole = {"input_ids": torch.cat([first["input_ids"], second["input_ids"]], dim=1)}
+    cache = model(**first, use_cache=True).past_key_values
+    ours = model.generate(**whole, **rows.media_of(2), past_key_values=cache, do_sample=False, **NEW)
+    assert torch.equal(ours, generated(model, whole | rows.media_of(0, 2), "greedy"))
+
+
+@pytest.mark.parametrize("how", ["greedy", "beams"])
+def test_generation_from_embeddings(model, rows, how):
+    inputs = rows.padded(0, 1, 2)
+    expected = generated(model, inputs, how)[:, inputs["input_ids"].shape[1] :]
+    embeds = model.get_input_embeddings()(inputs.pop("input_ids"))
+    assert torch.equal(generated(model, inputs | {"inputs_embeds": embeds}, how), expected)
