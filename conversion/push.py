@@ -26,7 +26,7 @@ from .adapter_card import CONFIG, WEIGHTS, adapter_card, is_adapter
 from .card import CARD, MARK, UNKNOWN, About, about_from, add_card_arguments, checkpoint_card
 from .compat import HUB_ERRORS
 from .export_remote_code import export_remote_code
-from .merge import CARRIED
+from .merge import TOKENIZER
 
 
 AT_ONCE = 4  # large files that are uploaded in parallel, and lost if the process dies
@@ -117,7 +117,7 @@ def _with_code(checkpoint: Path) -> Iterator[Path]:
 def _adapter_files(checkpoint: Path) -> Iterator[Path]:
     """Links to the files that belong to an adapter."""
     with tempfile.TemporaryDirectory(prefix="moe-lc-push-") as folder:
-        for pattern in (CONFIG, WEIGHTS, CARD, *CARRIED):
+        for pattern in (CONFIG, WEIGHTS, CARD, *TOKENIZER, "*processor_config.json", "LICENSE*"):
             for file in checkpoint.glob(pattern):
                 (Path(folder) / file.name).symlink_to(file)
         yield Path(folder)

@@ -48,6 +48,12 @@ def on_device_of(tensor: torch.Tensor) -> torch.cuda.device:
     return torch.cuda.device(tensor.device if tensor.is_cuda else -1)
 
 
+def for_descriptors(tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous, with the strides of its shape also where a side is 1, and at an address that the copy engine takes."""
+    tensor = tensor.contiguous().flatten().view(tensor.shape)
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
+
+
 def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
     """The precision a reference computes in: float64 for float64 inputs, float32 for all others."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32

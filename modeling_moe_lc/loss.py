@@ -39,7 +39,7 @@ def chunked_causal_lm_loss(
     `hidden_states` `[B, T, D]`, `labels` `[B, T]` (shifted here unless `shift_labels` brings them shifted). The gradients
     of the sum are computed with it, chunk by chunk, so that no logits are kept or computed twice: beside the gradient of
     `hidden_states` there is one of each parameter of the head, in FP32. The sum is divided by `num_items_in_batch`, or by
-    the number of labels.
+    the number of labels. Without any the loss is 0, where transformers' is NaN; the gradients are 0 in both.
     """
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -48,7 +48,7 @@ def chunked_causal_lm_loss(
     learns = torch.is_grad_enabled()  # inside of a function of autograd it never is
     total = _SummedLoss.apply(hidden_states, targets, lm_head, chunk_size, ignore_index, impl, learns, *parameters)
     items = (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
-    return total / items
+    return total / (items.where(items != 0, 1) if isinstance(items, torch.Tensor) else items or 1)
 
 
 class _SummedLoss(torch.autograd.Function):

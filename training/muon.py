@@ -110,6 +110,8 @@ class Muon(torch.optim.Optimizer):
             if parameter.dtype not in (torch.float32, torch.float64):
                 raise ValueError(f"params: expected FP32 or FP64 masters, got {parameter.dtype}")
             if group["use_muon"]:
+                if not _local(parameter).is_contiguous():
+                    raise ValueError(f"params: expected contiguous matrices, got strides {list(parameter.stride())}")
                 _check_cut(tuple(parameter.shape), group["rows"])
 
     @torch.no_grad()

@@ -388,7 +388,9 @@ def _backward(sources, query, norm_weight, out_weight, out_eps, mix, stats, dy, 
     dwq = mix.new_empty(grid.programs, D, dtype=torch.float32)
     dw = torch.empty_like(dwq) if norm else None
     given = sum(1 << j for j, gradient in enumerate(passed or ()) if gradient is not None)
-    added = tuple(dy if gradient is None else gradient for gradient in passed) if given else None
+    added = None
+    if given:  # a source in place of a gradient that is not there: a tensor of its dtype, which is not read
+        added = tuple(x if gradient is None else gradient for x, gradient in zip(sources, passed, strict=True))
     attn_res_bwd_kernel[(grid.programs,)](
         tuple(sources), tuple(d_sources), added, given, query.float() * norm_weight, out_weight, mix, dy, stats, dwq, dw, tokens, len(sources), out_eps,
         D=D, MIXED=mixed, NORM=norm, ADD=given > 0, **grid.options,

@@ -32,6 +32,8 @@ def cross_entropy_kernel(
         for first in tl.range(0, V, BLOCK):
             tl.store(logits + first + v, tl.zeros((BLOCK,), dtype=logits.dtype.element_ty), mask=first + v < V)
     else:
+        # Before the loops: in the second one other threads write where it stands.
+        chosen = tl.load(logits + target).to(tl.float32)
         top = tl.full((BLOCK,), -float("inf"), dtype=tl.float32)
         total = tl.zeros((BLOCK,), dtype=tl.float32)
         for first in tl.range(0, V, BLOCK):
@@ -42,12 +44,12 @@ def cross_entropy_kernel(
             total = total * tl.exp2((top - shift) * LOG2E) + tl.exp2((x - shift) * LOG2E)
             top = higher
         most = tl.max(top, axis=0)
-        log_total = most + tl.log2(tl.sum(total * tl.exp2((top - most) * LOG2E), axis=0)) * LN2
-        chosen = tl.load(logits + target).to(tl.float32)
-        tl.store(nats + row, log_total - chosen)
+        # Apart from the largest logit, beside which a small sum would lose its digits.
+        bits = tl.log2(tl.sum(total * tl.exp2((top - most) * LOG2E), axis=0))
+        tl.store(nats + row, (most - chosen) + bits * LN2)
         for first in tl.range(0, V, BLOCK):
             x = tl.load(logits + first + v, mask=first + v < V, other=-float("inf")).to(tl.float32)
-            gradient = tl.exp2((x - log_total) * LOG2E) - tl.where(first + v == target, 1.0, 0.0)
+            gradient = tl.exp2((x - most) * LOG2E - bits) - tl.where(first + v == target, 1.0, 0.0)
             tl.store(logits + first + v, gradient.to(logits.dtype.element_ty), mask=first + v < V)
 
 

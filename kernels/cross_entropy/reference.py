@@ -13,6 +13,5 @@ def cross_entropy_with_gradient_reference(logits, targets, ignore_index):
     nats = -wide.gather(1, chosen)[:, 0].where(counted, 0.0)
     gradient = wide.exp_()
     gradient.scatter_add_(1, chosen, gradient.new_full(chosen.shape, -1.0))
-    gradient *= counted[:, None]
-    logits.copy_(gradient)
+    logits.copy_(gradient.masked_fill_(~counted[:, None], 0.0))
     return nats, logits

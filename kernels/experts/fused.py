@@ -18,7 +18,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..dispatch import on_device_of
+from ..dispatch import for_descriptors, on_device_of
 from .fused_decode import TOKENS, launch_decode
 from .fused_rows import (
     experts_bwd_kernel_glu,
@@ -120,7 +120,7 @@ class Call:
 
     def prepare(self, *projections: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """What a call for a part of the tokens is given; sets E and I."""
-        self.gate_up_proj, self.down_proj = (t.to(self.x.dtype).contiguous() for t in projections)
+        self.gate_up_proj, self.down_proj = (for_descriptors(t.to(self.x.dtype)) for t in projections)
         self.E, _, self.I = self.down_proj.shape
         return self.gate_up_proj, self.down_proj
 
@@ -368,7 +368,7 @@ def run(kind: type[Call], decode: Callable, tensors: Sequence[torch.Tensor], bet
     with on_device_of(x):
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return _ExpertMLP.apply(kind, *caps, *tensors)
-        if 0 < len(x) <= TOKENS:
+        if 0 < len(x) <= TOKENS and x.shape[1]:
             return decode([tensor.contiguous() for tensor in tensors], *caps, precision(x.dtype))
         call = kind(*tensors, *caps)
         return _forward(call, call.plan_without_gradients())[0]

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..dispatch import on_device_of
-from ..experts.fused import KEEP_BYTES, Call, precision
+from ..dispatch import for_descriptors, on_device_of
+from ..experts import fused as experts
+from ..experts.fused import Call, precision
 from ..experts.fused_rows import (
     experts_bwd_kernel_glu,
     experts_bwd_kernel_inner,
@@ -41,20 +42,15 @@ class Factors(NamedTuple):
     def of(cls, a, b, dtype: torch.dtype, *, paired: bool) -> "Factors":
         padding = -a.shape[1] % RANKS
         a, b = F.pad(a.to(dtype), (0, 0, 0, padding)), F.pad(b.to(dtype), (0, padding))
-        return cls(compact(a), compact(pair(b) if paired else b))
+        return cls(for_descriptors(a), for_descriptors(pair(b) if paired else b))
 
     @property
     def a_transposed(self) -> torch.Tensor:
-        return compact(self.a.mT)
+        return for_descriptors(self.a.mT)
 
     @property
     def b_transposed(self) -> torch.Tensor:
-        return compact(self.b.mT)
-
-
-def compact(tensor: torch.Tensor) -> torch.Tensor:
-    """Contiguous, also along dimensions of one element, where a descriptor does not take any other stride."""
-    return tensor.contiguous().flatten().view(tensor.shape)
+        return for_descriptors(self.b.mT)
 
 
 def pair(b: torch.Tensor) -> torch.Tensor:
@@ -226,7 +222,7 @@ class _ExpertMLPLora(torch.autograd.Function):
             routing = call.sort()
             y, paired, z_in = forward(call, routing, *padded(factors, x.dtype))
             memory = routing.memory
-            if paired.nbytes > KEEP_BYTES:
+            if paired.nbytes > experts.KEEP_BYTES:
                 paired = z_in = None
         ctx.save_for_backward(x, indices, weights, memory, paired, z_in, *tensors)
         return y

@@ -26,6 +26,8 @@ def gated_rms_norm(
         ValueError: a shape or dtype that does not fit, or an implementation that cannot run here.
     """
     check_shape("weight", weight, "V", {"V": o.shape[-1]} if o.ndim else {})
+    if not o.ndim:
+        raise ValueError("o: expected [..., D], got []")
     if gate.shape != o.shape:
         raise ValueError(f"gate: expected the shape of o, {list(o.shape)}, got {list(gate.shape)}")
     for name, tensor in (("o", o), ("gate", gate), ("weight", weight)):

@@ -41,6 +41,8 @@ def lower_right_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sca
     check_shape("v", v, "B H S V", dims)
     if dims["S"] < dims["n"] or dims["K"] < dims["V"]:
         raise ValueError(f"k, v: expected at least {dims['n']} keys, at least as wide as values, got {dims}")
+    if not dims["B"] * dims["H"] * dims["n"]:
+        raise ValueError(f"q: expected at least one row, head and query, got {list(q.shape)}")
     return _LowerRight.apply(q, k, v, scale)
 
 

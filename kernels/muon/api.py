@@ -3,7 +3,7 @@
 import torch
 
 from ..checks import check_floating
-from ..dispatch import choose
+from ..dispatch import choose, without_autocast
 from .reference import muon_descend_reference, muon_direction_reference, newton_schulz_step_reference
 
 
@@ -62,10 +62,12 @@ def muon_descend(
     return muon_descend_reference(parameter, update, lr=lr, weight_decay=weight_decay)
 
 
+@torch.no_grad()
+@without_autocast
 def newton_schulz_step(x: torch.Tensor, a: float, b: float, c: float, *, impl: str = "auto") -> torch.Tensor:
     """(a I + b G + c G^2) x with G = x x^T, for each matrix of a stack; x (a I + b G + c G^2) with G = x^T x where it is tall.
 
-    The singular values s of each matrix become a s + b s^3 + c s^5 (Jordan et al., Muon, 2024).
+    The singular values s of each matrix become a s + b s^3 + c s^5 (Jordan et al., Muon, 2024). Without gradients.
 
     Args:
         x: [N, R, C], floating, contiguous.
@@ -99,6 +101,8 @@ def _check(**tensors: torch.Tensor) -> None:
         check_floating(name, tensor)
         if tensor.ndim != 3 or tensor.shape != first.shape:
             raise ValueError(f"{name}: expected [N, R, C] = {list(first.shape)}, got {list(tensor.shape)}")
+        if len(tensor) and not tensor[0].is_contiguous():
+            raise ValueError(f"{name}: expected contiguous matrices, got strides {list(tensor.stride())}")
 
 
 def _is_fused(impl: str, **wide: torch.Tensor) -> bool:

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..dispatch import on_device_of
+from ..dispatch import for_descriptors, on_device_of
 from ..launch import launched
 
 
@@ -93,6 +93,6 @@ def newton_schulz_step_fused(x, a, b, c):
     if not x.numel():
         return torch.empty_like(x)
     with on_device_of(x):
-        tall = x.shape[1] > x.shape[2]
+        x, tall = for_descriptors(x), x.shape[1] > x.shape[2]
         polynomial = _launch(_launch(x, tall), False, (a, b, c))
         return x @ polynomial if tall else polynomial @ x

@@ -100,13 +100,13 @@ def _one_expert_at_a_time(
 
     segments = x.index_select(0, order // k).split([hi - lo for lo, hi in itertools.pairwise([*bounds, N * k])])
     outputs = []
-    for e in range(E):
-        if len(segments[e]):
-            tiles = [F.pad(tile, (0, 0, 0, height - len(tile))) for tile in segments[e].split(height)]
-            gate_up = FrozenLinear.apply(gate_up_packed[e], gate_up_scales[e], *tiles)  # [height, 2I] each
-            activated = [situ_glu_reference(tile, beta, linear_beta) for tile in gate_up]
-            down = FrozenLinear.apply(down_packed[e], down_scales[e], *activated)  # [height, D] each
-            outputs.append(torch.cat(down)[: len(segments[e])])
+    # One at least: the output hangs on x, whose gradient is then zeros.
+    for e in [e for e in range(E) if len(segments[e])] or [0]:
+        tiles = [F.pad(tile, (0, 0, 0, height - len(tile))) for tile in segments[e].split(height)]
+        gate_up = FrozenLinear.apply(gate_up_packed[e], gate_up_scales[e], *tiles)  # [height, 2I] each
+        activated = [situ_glu_reference(tile, beta, linear_beta) for tile in gate_up]
+        down = FrozenLinear.apply(down_packed[e], down_scales[e], *activated)  # [height, D] each
+        outputs.append(torch.cat(down)[: len(segments[e])])
     outputs.append(torch.zeros_like(segments[E]))  # the sentinels
 
     expert_out = torch.cat(outputs).index_select(0, order.argsort()).view(N, k, x.shape[1])  # [N, k, D]

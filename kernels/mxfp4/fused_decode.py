@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..dispatch import for_descriptors
 from ..experts.fused_decode import expert_of, experts_fwd_kernel_decode_combine
 from ..experts.fused_rows import glu
 from ..launch import launched
@@ -178,7 +179,7 @@ def tiles(pairs: int, D: int, I: int, dtype: torch.dtype) -> tuple[int, int, int
 def launch_decode(tensors: list[torch.Tensor], beta, linear_beta, precision: str) -> torch.Tensor:
     """x, indices, weights, then bytes and scales of both projections, contiguous."""
     x, indices, weights, gate_up, _, down, _ = tensors
-    words = [tensors[i].flatten().view(torch.int32) for i in (4, 6)]
+    words = [for_descriptors(tensors[i]).flatten().view(torch.int32) for i in (4, 6)]
     (T, D), k, (E, _, width) = x.shape, indices.shape[1], down.shape
     I, BK = 2 * width, 128
     first, second, parts = tiles(T * k, D, I, x.dtype)

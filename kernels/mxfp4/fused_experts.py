@@ -7,6 +7,7 @@ take the path of `fused_decode.py`.
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..dispatch import for_descriptors
 from ..experts.fused import Call, run
 from ..experts.fused import supports as supports_plain
 from ..experts.fused_tiles import Tile
@@ -19,7 +20,7 @@ class PackedCall(Call):
     def prepare(self, *projections: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Bytes and scales of both projections, in this order."""
         # Contiguous tensors may have any stride along a dimension of one element, descriptors may not.
-        prepared = tuple(t.contiguous().flatten().view(t.shape) for t in projections)
+        prepared = tuple(map(for_descriptors, projections))
         self.gate_up_proj, self.gate_up_scales, self.down_proj, self.down_scales = prepared
         self.E, _, width = self.down_proj.shape
         self.I = 2 * width

@@ -23,6 +23,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, impl: str = "
     Raises:
         ValueError: a shape or dtype that does not fit, or an implementation that cannot run here.
     """
+    if not x.ndim:
+        raise ValueError("x: expected [..., D], got []")
     check_floating("x", x)
     check_floating("weight", weight)
     check_shape("weight", weight, "D", {"D": x.shape[-1]} if x.ndim else {})

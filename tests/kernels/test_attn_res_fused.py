@@ -268,3 +268,22 @@ def test_more_than_2_31_elements():
         tensor[-50:] = end
     results = run(whole[:2], weights, whole[2], impl="triton")
     assert all(torch.equal(results[name][-50:], expected[name]) for name in ("y", "d_source_0", "d_source_1"))
+
+
+@pytest.mark.parametrize("used", [(0,), (2,), (0, 1, 2)])
+def test_later_gradients_of_some_sources_beside_a_norm_in_fp32(used, poison_empty):
+    """What stands for a gradient that is not there has the dtype of the sources."""
+
+    def gradients(impl):
+        torch.manual_seed(0)
+        sources = [torch.randn(5, 24).half().requires_grad_() for _ in range(3)]
+        query, weight, out_weight = (torch.randn(24, requires_grad=True) for _ in range(3))
+        y, blocks, partial = attn_res_norm_through(
+            sources[:-1], sources[-1], query, weight, 1e-6, out_weight, 1e-6, impl=impl
+        )
+        later = [*blocks, partial]
+        loss = (y.double() * torch.arange(24)).sum() + sum(later[j].double().square().sum() for j in used)
+        return torch.autograd.grad(loss, [*sources, query, weight, out_weight])
+
+    for ours, reference in zip(gradients("triton"), gradients("reference"), strict=True):
+        assert (ours.double() - reference.double()).norm() < 1e-2 * reference.double().norm()

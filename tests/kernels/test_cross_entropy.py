@@ -81,3 +81,24 @@ def test_on_a_gpu_against_fp64(shape, dtype, limit, poison_empty):
     again = logits.clone()
     check(logits, targets, "triton", limit)
     assert torch.equal(cross_entropy_with_gradient(again, targets)[1], logits)
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+@pytest.mark.parametrize("offset", [0.0, 1000.0])
+def test_a_target_far_ahead_keeps_its_digits(impl, offset):
+    """However large the logits themselves are."""
+    logits = torch.rand(4, 8).mul(0.1) + offset - 5.0
+    logits[:, 3] += 5.0
+    targets = torch.full((4,), 3)
+    expected = exact(logits, targets)
+    nats, gradient = cross_entropy_with_gradient(logits.clone(), targets, impl=impl)
+    assert ((nats.double() - expected[0]).abs() / expected[0]).max() < 1e-5
+    assert ((gradient.double() - expected[1]).abs() / expected[1].abs()).max() < 1e-5
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_an_ignored_row_may_hold_anything(impl):
+    logits, targets = make()
+    logits[1], targets[1] = torch.nan, -100
+    nats, gradient = cross_entropy_with_gradient(logits, targets, impl=impl)
+    assert not nats[1] and not gradient[1].any() and gradient.isfinite().all()

@@ -465,3 +465,23 @@ def test_on_a_gpu_beyond_two_to_the_31(wide):
         for name in ("dgate_up", "ddown"):
             assert not ours[name][:64].any()
             assert (ours[name][64:].double() - expected[name]).norm() <= 1e-2 * expected[name].norm(), name
+
+
+def test_projections_at_odd_addresses_and_strides(fused, poison_empty):
+    """Nobody sees the stride of a dimension of one element, but a descriptor."""
+    x, indices, weights, *projections, dy = make(E=1, k=1, D=12, I=20)
+
+    def odd(t):
+        wide = torch.cat([torch.zeros(1), t.flatten(), torch.zeros(3)])
+        return wide.as_strided(t.shape, (t.numel() + 1, *t.stride()[1:]), 1)
+
+    ours = run(x, indices, weights, *projections, dy)
+    moved = [odd(t) for t in projections]
+    assert all(t.data_ptr() % 16 for t in moved)
+    for name, value in run(x, indices, weights, *moved, dy).items():
+        assert torch.equal(value, ours[name]), name
+
+
+def test_decoding_of_no_width():
+    nothing = torch.empty(3, 0), torch.zeros(3, 1, dtype=torch.int64), torch.rand(3, 1)
+    assert decode(*nothing, torch.empty(1, 16, 0), torch.empty(1, 0, 8)).shape == (3, 0)

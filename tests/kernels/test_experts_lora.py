@@ -78,7 +78,7 @@ def test_split_is_merged(dtype, used):
 )
 def test_triton_is_merged(sizes, used, keep, monkeypatch, poison_empty):
     pytest.importorskip("triton")
-    from modeling_moe_lc.kernels.experts_lora import fused
+    from modeling_moe_lc.kernels.experts import fused
 
     monkeypatch.setattr(fused, "KEEP_BYTES", fused.KEEP_BYTES if keep else 0)
     inputs = make(**sizes)

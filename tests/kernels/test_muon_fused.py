@@ -138,3 +138,31 @@ def test_refusals_name_the_argument():
         newton_schulz_step(torch.ones(3, 5, 2).mT, *POLYNOMIAL)
     with pytest.raises(ValueError, match="expected matrices of multiples of 4 rows and columns, got .3, 5."):
         newton_schulz_step(torch.ones(2, 3, 5), *POLYNOMIAL, impl="triton")
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_turned_matrices_are_refused(impl):
+    x, turned = torch.ones(2, 4, 6), torch.ones(2, 6, 4).mT
+    for name, tensors in (("gradient", (turned, x, x)), ("momentum", (x, turned, x)), ("out", (x, x, turned))):
+        with pytest.raises(ValueError, match=f"{name}: expected contiguous matrices"):
+            muon_direction(*tensors, beta=BETA, impl=impl)
+    with pytest.raises(ValueError, match="parameter: expected contiguous matrices"):
+        muon_descend(turned, x, lr=LR, impl=impl)
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_a_step_has_no_gradients_and_ignores_autocast(impl):
+    x = blocks(2, 8, 16, torch.float32).requires_grad_()
+    expected = newton_schulz_step(x, *POLYNOMIAL, impl=impl)
+    assert not expected.requires_grad
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(newton_schulz_step(x, *POLYNOMIAL, impl=impl), expected)
+
+
+def test_a_step_at_an_odd_address():
+    x = blocks(3, 8, 16, torch.float32)
+    odd = torch.cat([torch.zeros(1), x.flatten()])[1:].view(x.shape)
+    assert odd.data_ptr() % 16
+    assert torch.equal(
+        newton_schulz_step(odd, *POLYNOMIAL, impl="triton"), newton_schulz_step(x, *POLYNOMIAL, impl="triton")
+    )

@@ -87,3 +87,12 @@ def test_bad_arguments_are_refused_by_name():
             expert_mlp_mxfp4(*arguments, **CAPS)
     with pytest.raises(ValueError, match="^impl: expected one of"):
         expert_mlp_mxfp4(x, indices, weights, gate_up, gate_up_scales, down, down_scales, **CAPS, impl="cuda")
+
+
+@pytest.mark.parametrize("N", [0, 3])
+def test_a_rank_without_work_has_gradients_of_zeros(N):
+    x, _, weights, packed, _ = make(N)
+    leaf = x.clone().requires_grad_()
+    y = expert_mlp_mxfp4(leaf, torch.full((N, K), E), weights, *packed, **CAPS)
+    [dx] = torch.autograd.grad(y.sum(), leaf)
+    assert not dx.any() and not y.any()

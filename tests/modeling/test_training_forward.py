@@ -184,3 +184,12 @@ def test_bias_gets_no_gradient_and_balances(tiny, ids):
     assert loads[-1] < 0.5 * loads[0]
     assert not gate.e_score_correction_bias.requires_grad
     assert abs(gate.e_score_correction_bias.mean()) < 1e-6
+
+
+@pytest.mark.parametrize("items", [None, 0, torch.tensor(0)], ids=str)
+def test_a_batch_without_labels_has_no_loss_and_no_gradients(items):
+    hidden, head = torch.randn(1, 5, 8, requires_grad=True), torch.nn.Linear(8, 16, bias=False)
+    labels = torch.full((1, 5), -100)
+    loss = chunked_causal_lm_loss(hidden, head, labels, 2, num_items_in_batch=items)
+    loss.backward()
+    assert not loss and not hidden.grad.any() and not head.weight.grad.any()
