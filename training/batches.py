@@ -73,6 +73,7 @@ class Batches:
         mine = 0 if self.context.get_local_rank() else sum(pack.predictions for pack in packs)
         predictions = torch.full((), mine, dtype=torch.int64, device=self.processes.device)
         self.processes.sum(predictions)
+        predictions.clamp_(min=1)  # a step of pieces of one token predicts nothing, and learns nothing
         for start in range(0, len(packs), self.size):
             yield self._batch(packs[start : start + self.size], predictions)
 

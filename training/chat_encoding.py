@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..conversation import breaker, cut, unused_character, without_media
@@ -69,14 +70,21 @@ class ChatEncoder:
 
     def _rendered(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> tuple[str, Spans]:
         if MARKS.search(self.template):
-            [text], [spans] = render_jinja_template([messages], return_assistant_tokens_mask=True, **options)
+            [text], [spans] = _by_template(messages, return_assistant_tokens_mask=True, **options)
             return text, [tuple(span) for span in spans]
         text = _render(messages, options)
         return text, list(_added(messages, text, options))
 
 
 def _render(messages: list[dict[str, Any]], options: dict[str, Any], *, prompt: bool = False) -> str:
-    return render_jinja_template([messages], add_generation_prompt=prompt, **options)[0][0]
+    return _by_template(messages, add_generation_prompt=prompt, **options)[0][0]
+
+
+def _by_template(messages: list[dict[str, Any]], **options: Any):
+    try:
+        return render_jinja_template([messages], **options)
+    except (TemplateError, TypeError) as error:
+        raise ValueError(f"messages: expected what the chat template takes, got: {error}") from error
 
 
 def _added(messages: list[dict[str, Any]], text: str, options: dict[str, Any]) -> Iterator[tuple[int, int]]:
@@ -93,6 +101,12 @@ def _added(messages: list[dict[str, Any]], text: str, options: dict[str, Any]) -
         yield len(before), len(after)
 
 
+def _is_call(call: object) -> bool:
+    """One of a tool: `{"name": ...}`, or within `function`."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
 def _checked(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     messages = row.get("messages") if isinstance(row, Mapping) else None
     if not isinstance(messages, list) or not messages:
@@ -102,7 +116,13 @@ def _checked(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     for number, message in enumerate(messages):
         if not isinstance(message, dict) or "role" not in message:
             raise ValueError(f"messages.{number}: expected an object with a role, got {repr(message)[:60]}")
-        content = message.get("content")
+        content, calls = message.get("content"), message.get("tool_calls")
+        if not (content is None or isinstance(content, (str, list))):
+            raise ValueError(f"messages.{number}.content: expected text, or a list of parts, got {repr(content)[:60]}")
+        if not (calls is None or isinstance(calls, list) and all(map(_is_call, calls))):
+            raise ValueError(
+                f"messages.{number}.tool_calls: expected objects with a name each, got {repr(calls)[:60]}"
+            )
         kinds = (
             {item.get("type") if isinstance(item, dict) else "text" for item in content}
             if isinstance(content, list)

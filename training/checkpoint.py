@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -198,26 +199,35 @@ def save_model(model: nn.Module, folder: str | os.PathLike, tokenizer: Any = Non
 
 
 def replace_folder(folder: str | os.PathLike, write_to: Callable[[Path], None], sign: str) -> None:
-    """Puts what `write_to` writes in the place of a path or URL, which is a new one or holds a file `sign`, else ValueError."""
+    """Puts what `write_to` writes in the place of a path or URL, which is a new one or holds a file `sign`, else ValueError.
+
+    A local one is there as a whole or not at all: killed between the two renames, the next call puts the old one back.
+    """
     fs, target = open_folder(folder)
+    place = Path(target)
+    partial, old = (place.with_name(f".{place.name}.{end}") for end in ("partial", "old"))
+    local = address(folder) == target
+    if local and old.exists() and not place.exists():
+        old.rename(place)
     if fs.exists(target) and fs.ls(target) and not fs.exists(f"{target}/{sign}"):
         raise ValueError(f"folder: expected a new one or one to replace, with {sign}, got {folder} without it")
-    local = address(folder) == target
-    with tempfile.TemporaryDirectory(
-        prefix=".", suffix=".partial", dir=_made(Path(target).parent) if local else None
-    ) as parent:
-        write_to(Path(parent) / "model")
-        if fs.exists(target):
-            fs.rm(target, recursive=True)
-        if local:
-            (Path(parent) / "model").rename(target)
-        else:
-            fs.put(f"{parent}/model/", target, recursive=True)
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    if not local:
+        with tempfile.TemporaryDirectory() as parent:
+            write_to(Path(parent) / "model")
+            if fs.exists(target):
+                fs.rm(target, recursive=True)
+            return fs.put(f"{parent}/model/", target, recursive=True)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    for left in (partial, old):
+        shutil.rmtree(left, ignore_errors=True)
+    try:
+        write_to(partial)
+        if place.exists():
+            place.rename(old)
+        partial.rename(place)
+    finally:
+        for left in (partial, old) if place.exists() else (partial,):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _whole_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -75,7 +75,7 @@ def read_marker(path: str | os.PathLike) -> dict | None:
     fs, folder = open_folder(path)
     try:
         return json.loads(fs.cat_file(f"{folder}/{MARKER}"))
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (FileNotFoundError, ValueError):  # also bytes that are no text
         return None
 
 
@@ -91,7 +91,8 @@ def damage(path: str | os.PathLike) -> str | None:
             return f"{name}: expected {size} bytes, got no such file"
         if sizes[name] != size:
             return f"{name}: expected {size} bytes, got {sizes[name]}"
-    return None
+    # Read before all others are checked, and small.
+    return corruption(path, {STATE: marker["files"][STATE]}) if STATE in marker["files"] else None
 
 
 def corruption(path: str | os.PathLike, files: dict[str, tuple[int, int]]) -> str | None:

@@ -1,6 +1,7 @@
 """The command `moe-lc`: one sub-command per module, imported only when it is chosen."""
 
 import argparse
+import errno
 import importlib
 import sys
 import traceback
@@ -109,7 +110,11 @@ def _to_mend(error: Exception) -> str | None:
             extra = EXTRAS.get(missing)
             return extra and f"this needs {missing}: pip install '{PACKAGE}[{extra}]'"
         case OSError():
-            return None if error.filename is None else f"{error.filename}: {error.strerror or error}"
+            full = error.strerror if error.errno == errno.ENOSPC else None
+            return full if error.filename is None else f"{error.filename}: {error.strerror or error}"
+    first = error.__cause__ or error.__context__  # a writer whose disk is full goes on to complain of its file
+    if isinstance(first, OSError) and first.errno == errno.ENOSPC:
+        return first.strerror
     frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     return str(error) if frames[-1].partition(".")[0] == PACKAGE else None
 

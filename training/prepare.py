@@ -131,6 +131,10 @@ class Journal:
         return self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
 
 
+class Unfit(ValueError):
+    """What was made is of no use to anyone: raised within `begun`, it takes the shards away, too."""
+
+
 @contextlib.contextmanager
 def begun(out: Path, settings: dict[str, Any], elsewhere: str = "another --out") -> Iterator[Journal]:
     """The journal of a folder and of its splits, which are made, or gone on with. Raises ValueError as `Journal`.
@@ -147,10 +151,26 @@ def begun(out: Path, settings: dict[str, Any], elsewhere: str = "another --out")
         yield journal
     except BaseException as error:
         reusable = not isinstance(error, ValueError) and (out / TOKENIZER).exists()
-        if not reusable and not any(entry["shards"] for entry in journal.entries):
+        if isinstance(error, Unfit):
+            _take_back(out, journal, tokenizer=out / TOKENIZER in made or journal.path not in made)
+        elif not reusable and not any(entry["shards"] for entry in journal.entries):
             for path in made:
                 path.unlink() if path.is_file() else shutil.rmtree(path, ignore_errors=True)
         raise
+
+
+def _take_back(out: Path, journal: Journal, *, tokenizer: bool) -> None:
+    """The files of a journal, the tokenizer that was put beside them, and the folders that are empty then; whatever else is
+    there belongs to somebody."""
+    for shard in (shard for entry in journal.entries for shard in entry["shards"].values()):
+        for file in out.glob(f"{shard['name']}.*"):
+            file.unlink()
+    journal.path.unlink(missing_ok=True)
+    if tokenizer:
+        shutil.rmtree(out / TOKENIZER, ignore_errors=True)
+    for folder in (*(out / split for split in SPLITS), out):
+        with contextlib.suppress(OSError):  # it is not empty
+            folder.rmdir()
 
 
 @dataclass

@@ -7,7 +7,6 @@ and `thinking` if need be. Killed at any moment, the same call goes on from the 
 import collections
 import hashlib
 import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +18,7 @@ from tqdm import tqdm
 from .chat_encoding import ChatEncoder
 from .chat_shards import LEARNED, Conversation, write_chat_shard
 from .corpus import Document, is_held_out
-from .prepare import SPLITS, TOKENIZER, Journal, begun, check_settings
+from .prepare import SPLITS, TOKENIZER, Journal, Unfit, begun, check_settings
 from .recipe import Recipe
 from .shards import MANIFEST, read_manifest, token_dtype, write_manifest
 from .sources import Item, Reading, Record, iterate_records, list_items
@@ -61,16 +60,15 @@ def _prepare(name: str, source: str, longest: int, recipe: Recipe) -> None:
             tokenizer.save_pretrained(out / f".{TOKENIZER}.partial")
             (out / f".{TOKENIZER}.partial").rename(out / TOKENIZER)
         _write_shards(out, journal, items, encoder, token_dtype(facts["vocab_size"]), recipe, longest)
-    splits = {split: _split(journal, split) for split in SPLITS}
+        splits = {split: _split(journal, split) for split in SPLITS}
+        for split, share, other in zip(SPLITS, ("less", "more"), ("smaller", "larger"), strict=True):
+            if not splits[split]["documents"]:
+                found = sum(one["documents"] for one in splits.values())
+                raise Unfit(
+                    f"chat.validation_share: expected {share}, with conversations in the {split} split of {source}, got "
+                    f"{recipe.chat.validation_share} of {found} conversations (give --chat.validation_share a {other} number)"
+                )
     counts = sum((collections.Counter(entry["counts"]) for entry in journal.entries), collections.Counter())
-    for split, share, other in zip(SPLITS, ("less", "more"), ("smaller", "larger"), strict=True):
-        if not splits[split]["documents"]:
-            shutil.rmtree(out)
-            got = f"{recipe.chat.validation_share} of {sum(one['documents'] for one in splits.values())} conversations"
-            raise ValueError(
-                f"chat.validation_share: expected {share}, with conversations in the {split} split of {source}, "
-                f"got {got} (give --chat.validation_share a {other} number)"
-            )
     write_manifest(out, {"settings": settings, "tokenizer": facts, "sources": {source: counts}, "splits": splits})
     journal.path.unlink()
     said = ", ".join(f"{count:,} {what}" for what, count in counts.items())
@@ -101,8 +99,11 @@ def _settings(
     digest = hashlib.sha256()
     for item in items:
         digest.update(f"{item.name}\0{item.signature}\0".encode())
-        if Path(item.source).is_file():
-            digest.update(Path(item.source).read_bytes())
+        source = Path(item.source)
+        file = source / item.name if source.is_dir() else source
+        if file.is_file():
+            with file.open("rb") as content:
+                digest.update(hashlib.file_digest(content, "sha256").digest())
     chat = asdict(recipe.chat)
     kept = {name: chat[name] for name in ("variables", "too_long", "validation_share")}
     template = hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()

@@ -19,6 +19,7 @@ from ..configuration.configuration_moe_lc import MoeLcConfig
 from ..conversion.count import count
 from .batches import Batch, Batches, Collate, OneShape
 from .checkpoint import Checkpointer, read_state, save_model
+from .claim import claim, release
 from .collate_images import CollatePacks
 from .context_parallel import context_parallel
 from .evaluate import loss_by_position
@@ -75,6 +76,7 @@ def pretrain(recipe: Recipe, ours: Processes) -> bool:
     finished = run.train()
     run.parts.forget()
     if ours.is_main:
+        release(run.folder, run.claimed)
         then = "the run is complete" if finished else "stopped; the same command goes on from there"
         print(f"\n{recipe.output_dir}: {run.step} of {recipe.ends[-1]} steps: {then}", flush=True)
     return finished
@@ -97,13 +99,20 @@ class Run:
         self._flops = training_flops if recipe.adapter is None else adapter_flops
         self.checkpointer = Checkpointer(recipe.checkpoint_folder, keep=recipe.checkpoints.keep, seed=recipe.seed)
         latest = self.checkpointer.latest()
+        self.folder = Path(recipe.output_dir)
+        if latest is None and any((self.folder / MODELS / stage.name).exists() for stage in recipe.stages):
+            raise ValueError(
+                f"checkpoints.folder: expected the checkpoints of the run in {self.folder}, which has finished a stage, "
+                f"got none in {recipe.checkpoint_folder} (another --output_dir begins a new run)"
+            )
         past = {"step": 0, "tokens": 0} if latest is None else self._checked_past(latest)
-        self.folder, self.step = Path(recipe.output_dir), past["step"]
+        self.step = past["step"]
 
         self.model = build_model(recipe, config, ours)
         self.optimizer = start_optimizer(recipe, self.model)
         if ours.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)  # what cannot be made is known before weights are loaded
+            self.claimed = claim(self.folder)
             if not self._has_all_steps:
                 print(recipe_text(recipe), flush=True)
         if latest is None or is_partly_frozen(self.model):

@@ -1,7 +1,9 @@
 """The model that a run begins with: built once, on the first process, and handed out in shards."""
 
 import contextlib
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from ..adapters import add_lora, freeze_packed_experts, lora_targets
 from ..configuration.configuration_moe_lc import MoeLcConfig, MoeLcTextConfig
 from ..configuration.presets import load_multimodal_preset, load_preset, preset_names
+from ..conversion.layouts import MODEL_TYPES
 from ..modeling_moe_lc import MoeLcDecoderLayer, MoeLcForCausalLM
 from ..modeling_moe_lc_vl import MoeLcForConditionalGeneration
 from ..quantizer_mxfp4 import MoeLcMxfp4Config, make_room_for_packed_experts
@@ -32,8 +35,10 @@ def model_config(recipe: Recipe) -> Config:
     """The configuration of the base with the recipe's fields in place of its own.
 
     Raises:
-        ValueError: fields that do not fit together; a base without experts in MXFP4 where these are to stay packed.
+        ValueError: fields that do not fit together; a folder with an adapter, or with another model; a base without experts
+            in MXFP4 where these are to stay packed.
     """
+    _check_base(recipe.model.base)
     base, overrides = recipe.model.base, recipe.config_overrides
     config: Config
     if recipe.model.vision is not None:
@@ -52,6 +57,20 @@ def model_config(recipe: Recipe) -> Config:
     if recipe.model.experts_implementation is not None:
         config._experts_implementation = recipe.model.experts_implementation
     return config
+
+
+def _check_base(base: str) -> None:
+    """Of a folder: without a `config.json` transformers would make up a model of tens of billions of parameters."""
+    folder = Path(base)
+    if base in preset_names() or not folder.is_dir():
+        return
+    if not (folder / "config.json").is_file():
+        is_adapter = (folder / "adapter_config.json").is_file()
+        got = f"an adapter in {base} (`moe-lc merge BASE {base} OUT` makes a model)" if is_adapter else base
+        raise ValueError(f"model.base: expected a folder with a config.json, got {got}")
+    found = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+    if found not in MODEL_TYPES:
+        raise ValueError(f"model.base: expected a model_type of {tuple(MODEL_TYPES)}, got {found!r} in {base}")
 
 
 def _multimodal_config(base: str, overrides: dict[str, Any], vision: dict[str, Any]) -> MoeLcConfig:
@@ -191,7 +210,14 @@ def _whole(recipe: Recipe, config: Config) -> Model:
     if recipe.model.start == "continue":
         packed = {} if recipe.model.dequantize else {"quantization_config": MoeLcMxfp4Config(dequantize=False)}
         kind, dtype = model_class(config), _begun_with(recipe)
-        return kind.from_pretrained(recipe.model.base, config=config, dtype=dtype, **packed)
+        model, report = kind.from_pretrained(
+            recipe.model.base, config=config, dtype=dtype, output_loading_info=True, **packed
+        )
+        if missing := sorted(report["missing_keys"]):
+            raise ValueError(
+                f"model.base: expected all weights in {recipe.model.base}, got none for {', '.join(missing)}"
+            )
+        return model
     torch.manual_seed(recipe.seed)
     with _default_dtype(_stored(recipe)):
         model = model_class(config)(config)

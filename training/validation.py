@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -66,7 +67,7 @@ def validation_losses(
                 sums[1] += batch.predictions
             processes.sum(sums)
             nats, predictions = sums.tolist()
-            losses[name] = nats / predictions
+            losses[name] = nats / predictions if predictions else math.nan
     share = {name: weights[recipe.data.folders[name]] for name in losses}
     mean = sum(losses[name] * share[name] for name in losses) / sum(share.values())
     return {"loss": mean, "losses": losses} | _balance(counts.to(processes.device), processes)

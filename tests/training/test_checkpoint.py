@@ -6,6 +6,7 @@ One test starts this file twice, as rank 0 and rank 1 (gloo, CPU).
 import itertools
 import json
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -342,6 +343,29 @@ def test_a_folder_of_something_else_is_not_replaced(tmp_path):
     with pytest.raises(ValueError, match="folder: expected a new one or one to replace, with config.json"):
         save_model(tiny()[0], tmp_path)
     assert (tmp_path / "thesis.tex").exists()
+
+
+@pytest.mark.parametrize("killed_in", ["rename", "rmtree"])
+def test_a_kill_while_a_model_is_replaced_is_mended_by_the_next_save(tmp_path, monkeypatch, killed_in):
+    """Between the two renames, and while the old one is deleted."""
+    model, folder = tiny()[0], tmp_path / "model"
+    save_model(model, folder)
+    with monkeypatch.context() as patch:
+        calls = iter(range(9))
+        rename = Path.rename
+
+        def stop(*_, **__):
+            raise KeyboardInterrupt
+
+        if killed_in == "rename":
+            patch.setattr(Path, "rename", lambda path, to: rename(path, to) if next(calls) < 1 else stop())
+        patch.setattr(shutil, "rmtree", lambda *a, **k: None if not (tmp_path / ".model.old").exists() else stop())
+        with pytest.raises(KeyboardInterrupt):
+            save_model(model, folder)
+    assert (tmp_path / ".model.old" / "config.json").exists()
+    save_model(model, folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert (folder / "config.json").exists() and (folder / "model.safetensors").exists()
 
 
 if __name__ == "__main__":

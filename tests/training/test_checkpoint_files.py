@@ -80,9 +80,14 @@ def flip(file: Path):
     file.write_bytes(data)
 
 
+def zero(file: Path):
+    file.write_bytes(bytes(file.stat().st_size))
+
+
 DAMAGES = [
     *itertools.product((truncate, Path.unlink), ("__0_0.distcp", ".metadata", "state.json", "COMPLETE")),
     *itertools.product((flip,), ("__0_0.distcp", ".metadata", "state.json")),
+    *itertools.product((zero,), ("state.json", "COMPLETE")),
 ]
 
 
@@ -96,7 +101,7 @@ def test_damage_is_named_and_the_checkpoint_before_is_used(tmp_path, harm, name)
         with pytest.raises(ValueError, match=f"step-000002: .*{name}"):
             checkpointer.load(paths[1], model, optimizer)
         assert torch.equal(before, model.weight)
-        if harm is not flip:
+        if harm is not flip or name == "state.json":
             with pytest.warns(UserWarning, match=f"step-000002: .*{name}"):
                 assert checkpointer.latest() == paths[0]
         checkpointer.load(paths[0], model, optimizer)

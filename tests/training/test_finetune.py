@@ -267,7 +267,8 @@ def test_what_is_in_the_way_of_an_adapter_stays(run, call, tmp_path, capsys):
     shutil.rmtree(tmp_path / "run" / "adapter")
     (tmp_path / "run" / "adapter").mkdir()
     (tmp_path / "run" / "adapter" / "notes.txt").write_text("mine")
-    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    for made in ("checkpoints", "models"):
+        shutil.rmtree(tmp_path / "run" / made)
     assert call(tmp_path / "run", "--stages.0.tokens=512") == 2
     assert "with adapter_config.json, got" in capsys.readouterr().err
     assert (tmp_path / "run" / "adapter" / "notes.txt").read_text() == "mine"

@@ -88,6 +88,11 @@ def test_nothing_in_a_conversation_becomes_a_control_token(tokenizer):
         ({"messages": ["x"]}, "messages.0: expected an object with a role, got 'x'"),
         ({"messages": [{"role": "user", "content": "x"}]}, "expected something that the assistant said"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "image": "x"}]}]}, "messages.0.content: expected text"),
+        ({"messages": [{"role": "user", "content": {"a": 1}}]}, "messages.0.content: expected text, or a list of parts"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content: expected text, or a list of parts, got 5"),
+        ({"messages": [{"role": "assistant", "tool_calls": {"name": "f"}}]}, "messages.0.tool_calls: expected objects"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"arguments": {}}]}]}, "messages.0.tool_calls: expected objects"),
+        ({"messages": [{"role": "developer", "content": "x"}]}, "messages: expected what the chat template takes"),
     ),
 )  # fmt: skip
 def test_what_is_no_conversation_is_refused(tokenizer, row, message):
@@ -223,4 +228,32 @@ def test_few_conversations_need_a_larger_share(recipe, tmp_path):
         ValueError,
         match="chat.validation_share: expected (more|less), with conversations in the .* got 0.2 of 1 .*give --chat.validation_share",
     ):
+        prepare_conversations(recipe)
+
+
+def test_what_else_is_in_the_folder_stays(recipe, tmp_path):
+    """Of somebody who named it as the folder of the data, and whose conversations are too few."""
+    recipe = recipe()
+    whole = (tmp_path / "chat.jsonl").read_text()
+    (tmp_path / "chat.jsonl").write_text(whole.splitlines()[0])
+    out = Path(recipe.data.folders["chat"])
+    (out / "train").mkdir(parents=True)
+    for name in ("thesis.tex", "train/notes.txt"):
+        (out / name).write_text("years of work")
+    with pytest.raises(ValueError, match="chat.validation_share"):
+        prepare_conversations(recipe)
+    assert sorted(str(path.relative_to(out)) for path in out.rglob("*")) == ["thesis.tex", "train", "train/notes.txt"]
+    (tmp_path / "chat.jsonl").write_text(whole)
+    prepare_conversations(recipe)  # nothing of the other one is in the way
+
+
+def test_changed_files_of_a_folder_are_noticed(recipe, tmp_path):
+    recipe = recipe()
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "chat.jsonl").rename(tmp_path / "chats" / "chat.jsonl")
+    recipe.chat.sources["chat"] = str(tmp_path / "chats")
+    prepare_conversations(recipe)
+    file = tmp_path / "chats" / "chat.jsonl"
+    file.write_text(file.read_text().replace("and back", "AND BACK"))
+    with pytest.raises(ValueError, match="files: expected what .*data was begun with"):
         prepare_conversations(recipe)

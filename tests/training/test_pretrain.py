@@ -374,3 +374,47 @@ def test_a_run_goes_on_under_its_own_past_only(whole, recipe, call, tmp_path, ca
     assert call(whole, "--data.folders.python", str(other)) == 2
     assert "stages.0: expected the data that the run began with, got other in" in capsys.readouterr().err
     assert read_log(whole) == log
+
+
+@pytest.mark.parametrize("kind", ["adapter", "llama", "nothing"])
+def test_a_base_that_is_no_model_of_ours_is_refused(recipe, tmp_path, kind, capsys):
+    """transformers would make up a configuration, of tens of billions of parameters."""
+    base = tmp_path / "base"
+    base.mkdir()
+    if kind == "adapter":
+        (base / "adapter_config.json").write_text("{}")
+    if kind == "llama":
+        (base / "config.json").write_text('{"model_type": "llama"}')
+    assert main(["train", str(recipe), "--output_dir", str(tmp_path / "run"), "--model.base", str(base)]) == 2
+    told = {"adapter": "moe-lc merge BASE", "llama": "got 'llama'", "nothing": "expected a folder with a config.json"}
+    assert told[kind] in capsys.readouterr().err
+
+
+def test_a_finished_run_without_its_checkpoints_is_not_begun_again(recipe, whole, tmp_path, capsys):
+    shutil.copytree(whole, tmp_path / "run")
+    log = (tmp_path / "run" / "log.jsonl").read_bytes()
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    assert main(["train", str(recipe), "--output_dir", str(tmp_path / "run")]) == 2
+    assert "checkpoints.folder: expected the checkpoints of the run" in capsys.readouterr().err
+    assert (tmp_path / "run" / "log.jsonl").read_bytes() == log
+
+
+def test_two_runs_do_not_share_a_folder(recipe, tmp_path, capsys):
+    held = """
+import sys, time
+from pathlib import Path
+from modeling_moe_lc.training.claim import claim
+held = claim(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(60)
+"""
+    other = subprocess.Popen([sys.executable, "-c", held, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout.readline() == "held\n"
+        assert main(["train", str(recipe), "--output_dir", str(tmp_path)]) == 2
+        assert "output_dir: expected a folder to which no other run writes" in capsys.readouterr().err
+    finally:
+        other.kill()
+        other.wait()
+    assert main(["train", str(recipe), "--output_dir", str(tmp_path), "--limits.max_minutes", "0.0001"]) == 0
+    assert not (tmp_path / ".lock").exists()
