@@ -26,13 +26,10 @@ from .released_experts import expert_converters
 A_LOG_PADDING = 128  # K3 stores A_log padded with zeros to a multiple of this
 
 
-class DropPrefix(WeightRenaming):
-    """Strips a prefix while reading, and does not put it back while saving: `MoeLcForCausalLM` writes `model.*`."""
+class ReadAs(WeightRenaming):
+    """A name that is read as another, and never written."""
 
     __slots__ = ()
-
-    def __init__(self, prefix: str):
-        super().__init__(rf"^{prefix}\.(.+)", r"\1")
 
     def reverse_transform(self) -> WeightRenaming:
         return WeightRenaming(r"^$", r"^$")
@@ -143,7 +140,9 @@ ReadVector.writer, ReadALog.writer, ReadConv.writer = WriteVector, WriteALog, Wr
 def released_mapping() -> list[WeightRenaming | WeightConverter]:
     """(released, ours) for every name that differs, in the order in which they are applied while reading."""
     return [
-        DropPrefix("language_model"),
+        ReadAs(r"^language_model\.(.+)", r"\1"),  # `MoeLcForCausalLM` writes `model.*`
+        # So does transformers' own KimiLinear save its dense layers, which it reads as `mlp`.
+        ReadAs(r"block_sparse_moe\.(gate|up|down)_proj\.weight", r"mlp.\1_proj.weight"),
         WeightRenaming(r"self_attn\.dt_bias", r"self_attn.decay.dt_bias"),
         WeightRenaming(r"_attention_res_proj\.weight", r"_attention_res.query"),
         WeightRenaming(r"_attention_res_norm\.weight", r"_attention_res.key_norm"),

@@ -255,6 +255,11 @@ class Call:
         )  # fmt: skip
 
 
+def keeps(nbytes: int) -> bool:
+    """Whether so much is kept for the backward pass."""
+    return nbytes <= KEEP_BYTES
+
+
 def precision(dtype: torch.dtype) -> str:
     """FP32 in three TF32 terms."""
     return "tf32x3" if dtype == torch.float32 else "tf32"

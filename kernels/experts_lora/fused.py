@@ -13,8 +13,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..dispatch import for_descriptors, on_device_of
-from ..experts import fused as experts
-from ..experts.fused import Call, precision
+from ..experts.fused import Call, keeps, precision
 from ..experts.fused_rows import (
     experts_bwd_kernel_glu,
     experts_bwd_kernel_inner,
@@ -222,7 +221,7 @@ class _ExpertMLPLora(torch.autograd.Function):
             routing = call.sort()
             y, paired, z_in = forward(call, routing, *padded(factors, x.dtype))
             memory = routing.memory
-            if paired.nbytes > experts.KEEP_BYTES:
+            if not keeps(paired.nbytes):
                 paired = z_in = None
         ctx.save_for_backward(x, indices, weights, memory, paired, z_in, *tensors)
         return y

@@ -188,6 +188,17 @@ class TestTransformersOwnClass:
         with torch.no_grad():
             return model.eval()(ids).logits
 
+    @torch.no_grad()
+    def test_what_it_saves_is_read_here(self, tmp_path):
+        """Its dense layers come under the name of the sparse ones."""
+        theirs = KimiLinearForCausalLM.from_pretrained(FIXTURES / "kimi-linear-tiny", dtype=torch.float32).eval()
+        theirs.save_pretrained(tmp_path)
+        ours, report = MoeLcForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
+        assert not report["missing_keys"] and not report["unexpected_keys"]
+        ids = torch.randint(3, 60, (2, 9))
+        expected = theirs(ids).logits
+        assert (ours.eval()(ids).logits - expected).norm() < LIMIT * expected.norm()
+
     def test_agrees_on_a_model_made_here(self, tmp_path):
         model = randomised(MoeLcForCausalLM(load_preset("nano-kimi-linear", vocab_size=512)))
         out = run("export", save(model, tmp_path / "own"), tmp_path / "out", "--to", "kimi-linear")

@@ -16,7 +16,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from modeling_moe_lc import MoeLcForCausalLM, MoeLcTextConfig, MoeLcTextModel
 from modeling_moe_lc.configuration.presets import load_preset
 from modeling_moe_lc.released_experts import Mxfp4Converter
-from modeling_moe_lc.released_names import DropPrefix
+from modeling_moe_lc.released_names import ReadAs
 
 
 source = runpy.run_path(str(Path(__file__).parents[1] / "transformers_source.py"))
@@ -130,7 +130,7 @@ class TestKimiK3(common.ModelTesterMixin, unittest.TestCase):
             return [
                 conversion
                 for conversion in get_model_conversion_mapping(model, **kwargs)
-                if not isinstance(conversion, (DropPrefix, Mxfp4Converter))
+                if not isinstance(conversion, (ReadAs, Mxfp4Converter))
                 and (residuals or "_res_" not in conversion.source_patterns[0])
             ]
 
