@@ -93,10 +93,17 @@ def check_layers(config) -> tuple[dict[str, Any], list[str]]:
     kernel = linear["short_conv_kernel_size"]
     expect(kernel > 1, "linear_attn_config.short_conv_kernel_size", "at least 2", kernel)
     bound = linear["gate_lower_bound"]
-    expect(bound is None or bound < 0, "linear_attn_config.gate_lower_bound", "None or a negative number", bound)
+    is_number = isinstance(bound, (int, float)) and bound < 0
+    expect(bound is None or is_number, "linear_attn_config.gate_lower_bound", "None or a negative number", bound)
+    full_rank = linear["use_full_rank_gate"]
+    expect(isinstance(full_rank, bool), "linear_attn_config.use_full_rank_gate", "true or false", full_rank)
     layers = range(1, config.num_hidden_layers + 1)
     if ("kda_layers" in linear) != ("full_attn_layers" in linear):
         raise ValueError("linear_attn_config: expected kda_layers and full_attn_layers together, got one of them")
+    for key in ("kda_layers", "full_attn_layers"):
+        listed = linear.get(key, [])
+        fits = isinstance(listed, (list, tuple)) and all(isinstance(layer, int) for layer in listed)
+        expect(fits, f"linear_attn_config.{key}", "a list of layers", listed)
     if "kda_layers" not in linear:
         full = _full_layers_without_lists(config)
         linear["full_attn_layers"] = full

@@ -50,5 +50,6 @@ def check_attention_mask(mask: torch.Tensor | dict | None, x: torch.Tensor, cach
 
 def mask_of_first_tokens(mask: torch.Tensor | dict | None, length: int, cache, layer_types: list[str]):
     """The mask, or where it covers all that an empty static cache has room for, the part `[B, T]` of its first tokens."""
-    is_first = cache is not None and cache.is_compileable and not holds_tokens(cache, layer_types)
-    return mask[:, :length] if is_first and isinstance(mask, torch.Tensor) else mask
+    if not isinstance(mask, torch.Tensor) or cache is None or not cache.is_compileable:
+        return mask
+    return mask if holds_tokens(cache, layer_types) else mask[:, :length]

@@ -46,7 +46,11 @@ def model_config(recipe: Recipe) -> Config:
     elif base in preset_names():
         config = load_preset(base, **overrides)
     else:
-        config = MoeLcTextConfig.from_pretrained(base, **overrides)
+        try:
+            config = MoeLcTextConfig.from_pretrained(base, **overrides)
+        except OSError as error:  # of transformers, in many lines
+            known = "a preset, a folder or a model of the Hub that can be reached"
+            raise ValueError(f"model.base: expected {known}, got {base!r}: {str(error).splitlines()[0]}") from error
     if not recipe.model.dequantize and config.get_text_config().expert_quantization is None:
         raise ValueError(
             f"model.dequantize: expected true for {base}, whose experts are not in MXFP4 "

@@ -55,6 +55,10 @@ WRONG_LISTS = [
     ({"head_dim": 0}, "head_dim"),
     ({"short_conv_kernel_size": 1}, "short_conv_kernel_size"),
     ({"num_head": 4}, "linear_attn_config"),
+    ({"gate_lower_bound": "x"}, "linear_attn_config.gate_lower_bound"),
+    ({"use_full_rank_gate": "no"}, "linear_attn_config.use_full_rank_gate"),
+    ({"kda_layers": None, "full_attn_layers": [1]}, "linear_attn_config.kda_layers"),
+    ({"kda_layers": ["a"], "full_attn_layers": [1]}, "linear_attn_config.kda_layers"),
 ]
 
 

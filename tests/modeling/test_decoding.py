@@ -262,3 +262,8 @@ def test_on_a_gpu_replayed_steps_are_those_that_were_launched(batch):
     found, expected = (model.generate(ids, disable_compile=plain, **settings) for plain in (False, True))
     assert torch.equal(found.sequences, expected.sequences)
     assert torch.equal(torch.stack(found.logits), torch.stack(expected.logits))
+
+
+def test_a_cache_of_fixed_size_begins_with_one_that_was_filled(model):
+    with pytest.raises(ValueError, match="cache: expected one that a forward pass has filled"):
+        fixed_size(DynamicCache(config=model.config), model.config, room=4)

@@ -376,17 +376,20 @@ def test_a_run_goes_on_under_its_own_past_only(whole, recipe, call, tmp_path, ca
     assert read_log(whole) == log
 
 
-@pytest.mark.parametrize("kind", ["adapter", "llama", "nothing"])
+@pytest.mark.parametrize("kind", ["adapter", "llama", "nothing", "nowhere"])
 def test_a_base_that_is_no_model_of_ours_is_refused(recipe, tmp_path, kind, capsys):
     """transformers would make up a configuration, of tens of billions of parameters."""
     base = tmp_path / "base"
     base.mkdir()
+    if kind == "nowhere":
+        base = tmp_path / "bse"
     if kind == "adapter":
         (base / "adapter_config.json").write_text("{}")
     if kind == "llama":
         (base / "config.json").write_text('{"model_type": "llama"}')
     assert main(["train", str(recipe), "--output_dir", str(tmp_path / "run"), "--model.base", str(base)]) == 2
     told = {"adapter": "moe-lc merge BASE", "llama": "got 'llama'", "nothing": "expected a folder with a config.json"}
+    told["nowhere"] = "model.base: expected a preset, a folder or a model of the Hub"
     assert told[kind] in capsys.readouterr().err
 
 
