@@ -47,6 +47,7 @@ def merge_adapter(base: str | Path, adapter: str | Path, out: str | Path, *, dty
     out, base, adapter = new_folder(out), Path(base), adapter_folder(adapter)
     if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ValueError(f"dtype: expected auto or one of torch, such as bfloat16, got {dtype!r}")
+    beside = [*side_files(base), *(file for pattern in TOKENIZER for file in adapter.glob(pattern))]
     # Not by `AutoModelForCausalLM`: a folder that calls itself `kimi_linear` is transformers' own class there.
     kind = MoeLcForCausalLM if described(base).vision is None else MoeLcForConditionalGeneration
     model = kind.from_pretrained(base, dtype=dtype)
@@ -56,11 +57,8 @@ def merge_adapter(base: str | Path, adapter: str | Path, out: str | Path, *, dty
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
         staged = Path(scratch, "merged")
         merged.save_pretrained(staged)
-        for file in side_files(base):
+        for file in beside:
             shutil.copy2(file, staged / file.name)
-        for pattern in TOKENIZER:
-            for file in adapter.glob(pattern):
-                shutil.copy2(file, staged / file.name)
         staged.rename(out)
     return out
 

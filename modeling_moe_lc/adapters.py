@@ -136,6 +136,9 @@ def load_lora(
             a text model fits a multimodal one; `kwargs` (`revision`, `subfolder`, ...) go to PEFT.
         is_trainable: whether its parameters want gradients.
 
+    Where the files hold the embedding or the head of a base, as PEFT saves them beside a resized vocabulary, those of the model
+    are overwritten.
+
     Raises:
         ValueError: the adapter is for another architecture: all names and shapes that do not fit are listed, and the model
             is left as it was. As `add_lora`.
@@ -195,7 +198,8 @@ def base_embeddings(model: PeftModel) -> dict[str, torch.Tensor]:
     """Embedding and head of the base, under the names by which PEFT saves them beside an adapter of the head, or of a model
     whose vocabulary was resized."""
     ends = ("embed_tokens.weight", "lm_head.weight", "lm_head.base_layer.weight")
-    return {name: parameter for name, parameter in model.named_parameters() if name.endswith(ends)}
+    named = model.named_parameters(remove_duplicate=False)  # a tied head is saved under both names
+    return {name: parameter for name, parameter in named if name.endswith(ends)}
 
 
 def check_lora(model: nn.Module, config: LoraConfig) -> None:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..conversation import breaker, cut, unused_character, without_media
@@ -83,6 +83,8 @@ def _render(messages: list[dict[str, Any]], options: dict[str, Any], *, prompt: 
 def _by_template(messages: list[dict[str, Any]], **options: Any):
     try:
         return render_jinja_template([messages], **options)
+    except TemplateSyntaxError as error:
+        raise ValueError(f"chat.template: expected a Jinja template, got in line {error.lineno}: {error}") from error
     except (TemplateError, TypeError) as error:
         raise ValueError(f"messages: expected what the chat template takes, got: {error}") from error
 
@@ -103,7 +105,7 @@ def _added(messages: list[dict[str, Any]], text: str, options: dict[str, Any]) -
 
 def _is_call(call: object) -> bool:
     """One of a tool: `{"name": ...}`, or within `function`."""
-    function = call.get("function", call) if isinstance(call, dict) else None
+    function = (call.get("function") or call) if isinstance(call, dict) else None
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
@@ -117,7 +119,8 @@ def _checked(row: Mapping[str, Any]) -> list[dict[str, Any]]:
         if not isinstance(message, dict) or "role" not in message:
             raise ValueError(f"messages.{number}: expected an object with a role, got {repr(message)[:60]}")
         content, calls = message.get("content"), message.get("tool_calls")
-        if not (content is None or isinstance(content, (str, list))):
+        known = message["role"] in ("user", "assistant", "system")  # of others, templates may take objects
+        if known and not (content is None or isinstance(content, (str, list))):
             raise ValueError(f"messages.{number}.content: expected text, or a list of parts, got {repr(content)[:60]}")
         if not (calls is None or isinstance(calls, list) and all(map(_is_call, calls))):
             raise ValueError(

@@ -201,14 +201,12 @@ def save_model(model: nn.Module, folder: str | os.PathLike, tokenizer: Any = Non
 def replace_folder(folder: str | os.PathLike, write_to: Callable[[Path], None], sign: str) -> None:
     """Puts what `write_to` writes in the place of a path or URL, which is a new one or holds a file `sign`, else ValueError.
 
-    A local one is there as a whole or not at all: killed between the two renames, the next call puts the old one back.
+    A local one is there as a whole or not at all, but for a kill between two renames, which `finish_replacing` mends.
     """
     fs, target = open_folder(folder)
-    place = Path(target)
-    partial, old = (place.with_name(f".{place.name}.{end}") for end in ("partial", "old"))
     local = address(folder) == target
-    if local and old.exists() and not place.exists():
-        old.rename(place)
+    if local:
+        finish_replacing(target)
     if fs.exists(target) and fs.ls(target) and not fs.exists(f"{target}/{sign}"):
         raise ValueError(f"folder: expected a new one or one to replace, with {sign}, got {folder} without it")
     if not local:
@@ -217,17 +215,30 @@ def replace_folder(folder: str | os.PathLike, write_to: Callable[[Path], None], 
             if fs.exists(target):
                 fs.rm(target, recursive=True)
             return fs.put(f"{parent}/model/", target, recursive=True)
+    place, partial, old = _places(target)
     place.parent.mkdir(parents=True, exist_ok=True)
-    for left in (partial, old):
-        shutil.rmtree(left, ignore_errors=True)
     try:
         write_to(partial)
         if place.exists():
             place.rename(old)
         partial.rename(place)
     finally:
-        for left in (partial, old) if place.exists() else (partial,):
-            shutil.rmtree(left, ignore_errors=True)
+        finish_replacing(target)
+
+
+def finish_replacing(folder: str | os.PathLike) -> None:
+    """Ends what `replace_folder` was killed in, and clears up behind it."""
+    place, partial, old = _places(folder)
+    if partial.exists() and old.exists() and not place.exists():  # between the renames, when the new one is whole
+        partial.rename(place)
+    for left in (partial, old):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _places(folder: str | os.PathLike) -> tuple[Path, Path, Path]:
+    """Where a folder is, and beside it where its successor is written and where it waits to be deleted."""
+    place = Path(folder).resolve()
+    return place, place.with_name(f".{place.name}.partial"), place.with_name(f".{place.name}.old")
 
 
 def _whole_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

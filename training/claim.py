@@ -1,6 +1,5 @@
 """One process at a time writes into the folder of a run."""
 
-import contextlib
 import errno
 import fcntl
 from pathlib import Path
@@ -24,9 +23,3 @@ def claim(folder: Path) -> IO:
             file.close()
             raise ValueError(f"output_dir: expected a folder to which no other run writes, got {folder}") from error
     return file
-
-
-def release(folder: Path, claimed: IO) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        (folder / LOCK).unlink()
-    claimed.close()

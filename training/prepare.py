@@ -152,7 +152,7 @@ def begun(out: Path, settings: dict[str, Any], elsewhere: str = "another --out")
     except BaseException as error:
         reusable = not isinstance(error, ValueError) and (out / TOKENIZER).exists()
         if isinstance(error, Unfit):
-            _take_back(out, journal, tokenizer=out / TOKENIZER in made or journal.path not in made)
+            _take_back(out, journal, tokenizer=out / TOKENIZER in made)
         elif not reusable and not any(entry["shards"] for entry in journal.entries):
             for path in made:
                 path.unlink() if path.is_file() else shutil.rmtree(path, ignore_errors=True)

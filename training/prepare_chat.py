@@ -103,7 +103,8 @@ def _settings(
         file = source / item.name if source.is_dir() else source
         if file.is_file():
             with file.open("rb") as content:
-                digest.update(hashlib.file_digest(content, "sha256").digest())
+                while part := content.read(1 << 20):
+                    digest.update(part)
     chat = asdict(recipe.chat)
     kept = {name: chat[name] for name in ("variables", "too_long", "validation_share")}
     template = hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()

@@ -18,8 +18,8 @@ from transformers.utils.logging import disable_progress_bar
 from ..configuration.configuration_moe_lc import MoeLcConfig
 from ..conversion.count import count
 from .batches import Batch, Batches, Collate, OneShape
-from .checkpoint import Checkpointer, read_state, save_model
-from .claim import claim, release
+from .checkpoint import Checkpointer, finish_replacing, read_state, save_model
+from .claim import claim
 from .collate_images import CollatePacks
 from .context_parallel import context_parallel
 from .evaluate import loss_by_position
@@ -76,7 +76,7 @@ def pretrain(recipe: Recipe, ours: Processes) -> bool:
     finished = run.train()
     run.parts.forget()
     if ours.is_main:
-        release(run.folder, run.claimed)
+        run.claimed.close()
         then = "the run is complete" if finished else "stopped; the same command goes on from there"
         print(f"\n{recipe.output_dir}: {run.step} of {recipe.ends[-1]} steps: {then}", flush=True)
     return finished
@@ -97,9 +97,13 @@ class Run:
         self.counted, self.collate, self.reader = count(config), _collate(config, self.data), _reader(self.data)
         self.graphs = use_graphs(recipe, ours, pictures=self.collate is not None)
         self._flops = training_flops if recipe.adapter is None else adapter_flops
+        self.folder = Path(recipe.output_dir)
+        self.claimed = claim(self.folder) if ours.is_main and self.folder.exists() else None
+        if self.claimed:
+            for name in (ADAPTER, *(f"{MODELS}/{stage.name}" for stage in recipe.stages)):
+                finish_replacing(self.folder / name)
         self.checkpointer = Checkpointer(recipe.checkpoint_folder, keep=recipe.checkpoints.keep, seed=recipe.seed)
         latest = self.checkpointer.latest()
-        self.folder = Path(recipe.output_dir)
         if latest is None and any((self.folder / MODELS / stage.name).exists() for stage in recipe.stages):
             raise ValueError(
                 f"checkpoints.folder: expected the checkpoints of the run in {self.folder}, which has finished a stage, "
@@ -112,7 +116,7 @@ class Run:
         self.optimizer = start_optimizer(recipe, self.model)
         if ours.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)  # what cannot be made is known before weights are loaded
-            self.claimed = claim(self.folder)
+            self.claimed = self.claimed or claim(self.folder)
             if not self._has_all_steps:
                 print(recipe_text(recipe), flush=True)
         if latest is None or is_partly_frozen(self.model):
@@ -261,6 +265,7 @@ class Run:
         if self._is_logged(STAGE):
             return
         settings, texts = self.recipe.stages[stage], long_texts(self.recipe, stage)
+        self.checkpointer.wait()  # where the model of a stage is, there is a checkpoint to go on from
         with self.meter.paused(), torch.compiler.set_stance("force_eager"):
             self._save_model(self.folder / MODELS / settings.name)
             with self.precision.computing(), self.log.busy("validating long texts"):

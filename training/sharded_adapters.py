@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..adapter_names import TREE
-from ..adapters import adapter_differences, refuse_strangers
+from ..adapters import adapter_differences, base_embeddings, refuse_strangers
 from .checkpoint import on_first_rank, replace_folder
 
 
@@ -61,6 +61,7 @@ def load_adapter(model: PeftModel, folder: str | Path, adapter_name: str = "defa
     state = load_peft_weights(str(folder), device="cpu")
     refuse_strangers(str(folder), adapter_differences(model, state, adapter_name))
     own = get_peft_model_state_dict(model, adapter_name=adapter_name, save_embedding_layers=False)
+    own |= {name: tensor for name, tensor in base_embeddings(model).items() if name in state}
     set_peft_model_state_dict(model, {name: split_like(state[name], own[name]) for name in own}, adapter_name)
 
 

@@ -41,16 +41,16 @@ def model_config(recipe: Recipe) -> Config:
     _check_base(recipe.model.base)
     base, overrides = recipe.model.base, recipe.config_overrides
     config: Config
-    if recipe.model.vision is not None:
-        config = _multimodal_config(base, overrides, recipe.model.vision)
-    elif base in preset_names():
-        config = load_preset(base, **overrides)
-    else:
-        try:
+    try:
+        if recipe.model.vision is not None:
+            config = _multimodal_config(base, overrides, recipe.model.vision)
+        elif base in preset_names():
+            config = load_preset(base, **overrides)
+        else:
             config = MoeLcTextConfig.from_pretrained(base, **overrides)
-        except OSError as error:  # of transformers, in many lines
-            known = "a preset, a folder or a model of the Hub that can be reached"
-            raise ValueError(f"model.base: expected {known}, got {base!r}: {str(error).splitlines()[0]}") from error
+    except OSError as error:  # of transformers, in many lines
+        known = "a preset, a folder or a model of the Hub that can be reached"
+        raise ValueError(f"model.base: expected {known}, got {base!r}: {str(error).splitlines()[0]}") from error
     if not recipe.model.dequantize and config.get_text_config().expert_quantization is None:
         raise ValueError(
             f"model.dequantize: expected true for {base}, whose experts are not in MXFP4 "
@@ -217,7 +217,10 @@ def _whole(recipe: Recipe, config: Config) -> Model:
         model, report = kind.from_pretrained(
             recipe.model.base, config=config, dtype=dtype, output_loading_info=True, **packed
         )
-        if missing := sorted(report["missing_keys"]):
+        # Parts that the recipe adds to the base begin anew.
+        if (missing := sorted(report["missing_keys"])) and not (
+            recipe.model.config or recipe.model.vision is not None
+        ):
             raise ValueError(
                 f"model.base: expected all weights in {recipe.model.base}, got none for {', '.join(missing)}"
             )

@@ -370,6 +370,14 @@ def test_an_adapter_beside_a_vocabulary_of_another_size(tiny, ids, tmp_path):
 
 
 @torch.no_grad()
+def test_an_adapter_beside_a_tied_head(tiny, ids, tmp_path):
+    adapted = add_lora(tiny(tie_word_embeddings=True), lora("attention")).eval()
+    adapted.save_pretrained(tmp_path, save_embedding_layers=True)
+    again = load_lora(tiny(tie_word_embeddings=True), str(tmp_path))
+    assert torch.equal(again(ids(2, 9)).logits, adapted(ids(2, 9)).logits)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("group", ["shared_experts", "router", "latent", "attention"])
 def test_a_group_comes_back_from_an_engine(group, tiny, ids, tmp_path):
     """Ends of names do not tell which layers have an update."""

@@ -5,6 +5,7 @@ One test starts this file twice, as rank 0 and rank 1 (gloo, CPU).
 
 import itertools
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -22,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 
 from modeling_moe_lc import MoeLcForCausalLM, update_router_bias
 from modeling_moe_lc.configuration.presets import load_preset
-from modeling_moe_lc.training.checkpoint import Checkpointer, read_state, save_model
+from modeling_moe_lc.training.checkpoint import Checkpointer, finish_replacing, read_state, replace_folder, save_model
 from modeling_moe_lc.training.checkpoint_files import CheckpointWriter, latest
 from modeling_moe_lc.training.random_state import seed_all
 from modeling_moe_lc.training.snapshot import take
@@ -345,27 +346,42 @@ def test_a_folder_of_something_else_is_not_replaced(tmp_path):
     assert (tmp_path / "thesis.tex").exists()
 
 
-@pytest.mark.parametrize("killed_in", ["rename", "rmtree"])
-def test_a_kill_while_a_model_is_replaced_is_mended_by_the_next_save(tmp_path, monkeypatch, killed_in):
-    """Between the two renames, and while the old one is deleted."""
-    model, folder = tiny()[0], tmp_path / "model"
-    save_model(model, folder)
-    with monkeypatch.context() as patch:
+@pytest.mark.parametrize("moment", ["written", "renamed", "replaced"])
+def test_a_kill_while_a_folder_is_replaced(tmp_path, monkeypatch, moment):
+    """After the new one is written, between the two renames, and before the old one is deleted: one of them is there, whole."""
+    folder = tmp_path / "model"
+
+    def replace(text):
+        def write_to(path):
+            path.mkdir()
+            (path / "config.json").write_text(text)
+
+        replace_folder(folder, write_to, "config.json")
+
+    replace("old")
+    child = os.fork()
+    if not child:
+        left, rename = {"written": 0, "renamed": 1, "replaced": 2}[moment], Path.rename
         calls = iter(range(9))
-        rename = Path.rename
-
-        def stop(*_, **__):
-            raise KeyboardInterrupt
-
-        if killed_in == "rename":
-            patch.setattr(Path, "rename", lambda path, to: rename(path, to) if next(calls) < 1 else stop())
-        patch.setattr(shutil, "rmtree", lambda *a, **k: None if not (tmp_path / ".model.old").exists() else stop())
-        with pytest.raises(KeyboardInterrupt):
-            save_model(model, folder)
-    assert (tmp_path / ".model.old" / "config.json").exists()
-    save_model(model, folder)
+        monkeypatch.setattr(Path, "rename", lambda *a: rename(*a) if next(calls) < left else os._exit(9))
+        monkeypatch.setattr(
+            shutil, "rmtree", lambda *_, **__: os._exit(9) if (tmp_path / ".model.old").exists() else None
+        )
+        replace("new")
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    finish_replacing(folder)
+    assert (folder / "config.json").read_text() == ("old" if moment == "written" else "new")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-    assert (folder / "config.json").exists() and (folder / "model.safetensors").exists()
+
+
+def test_a_link_is_replaced_where_it_leads(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "model").symlink_to(tmp_path / "disk")
+    for _ in range(3):
+        save_model(tiny()[0], tmp_path / "model")
+    assert (tmp_path / "model").is_symlink() and (tmp_path / "disk" / "config.json").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "model"]
 
 
 if __name__ == "__main__":

@@ -420,4 +420,3 @@ time.sleep(60)
         other.kill()
         other.wait()
     assert main(["train", str(recipe), "--output_dir", str(tmp_path), "--limits.max_minutes", "0.0001"]) == 0
-    assert not (tmp_path / ".lock").exists()
