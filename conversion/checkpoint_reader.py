@@ -176,7 +176,8 @@ def read_index(path: Path) -> dict[str, str]:
 class Checkpoint:
     """All tensors of a folder, from headers alone, and their bytes on demand; safe to read from several threads.
 
-    Raises `ValueError` for a pickle in the folder (by name; not for those of `Trainer`), for a missing shard, and where index and headers disagree.
+    Raises `ValueError` for a pickle in the folder (by name; not for those of `Trainer`), for a missing shard, and where index
+    and headers disagree.
     """
 
     def __init__(self, folder: Path):

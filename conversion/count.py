@@ -12,7 +12,7 @@ from ..configuration.configuration_moe_lc import MoeLcConfig, MoeLcTextConfig
 from ..configuration.presets import load_multimodal_preset, load_preset, multimodal_preset_names, preset_names
 from ..modeling_moe_lc import MoeLcForCausalLM
 from ..modeling_moe_lc_vl import MoeLcForConditionalGeneration
-from .layouts import MODEL_TYPES
+from .layouts import check_model_type
 
 
 VISION_TERMS = (("vision_tower.", "vision tower"), ("mm_projector.", "projector"))
@@ -99,9 +99,8 @@ def config_from_path(path: Path) -> MoeLcTextConfig | MoeLcConfig:
     """The configuration in a folder or file, with its vision tower where it has one. Raises `ValueError` for another model."""
     file = path / "config.json" if path.is_dir() else path
     raw = json.loads(file.read_text(encoding="utf-8"))
-    if raw.get("model_type") not in MODEL_TYPES:
-        raise ValueError(f"model_type: expected one of {tuple(MODEL_TYPES)}, got {raw.get('model_type')!r} in {file}")
-    multimodal = raw.get("model_type") == MoeLcConfig.model_type or raw.get("vision_config") is not None
+    model_type = check_model_type(raw, f"model_type of {file}")
+    multimodal = model_type == MoeLcConfig.model_type or raw.get("vision_config") is not None
     return (MoeLcConfig if multimodal else MoeLcTextConfig).from_pretrained(path)
 
 

@@ -71,9 +71,7 @@ class Description:
 
 def describe(raw: dict[str, Any]) -> Description:
     """Reads a `config.json`. Raises `ValueError` for a model type or a quantisation that is none of ours."""
-    model_type = raw.get("model_type")
-    if model_type not in MODEL_TYPES:
-        raise ValueError(f"model_type: expected one of {tuple(MODEL_TYPES)}, got {model_type!r}")
+    model_type = check_model_type(raw)
     for key in ("text_config", "vision_config"):
         expect(isinstance(raw.get(key, {}), dict), key, "an object", raw.get(key))
     for part in _parts(raw):
@@ -84,6 +82,14 @@ def describe(raw: dict[str, Any]) -> Description:
         expect(isinstance(layers, int) and layers <= MAX_LAYERS, key, f"at most {MAX_LAYERS}", layers)
     config = MoeLcTextConfig.from_dict(released_text_config(raw))
     return Description(MODEL_TYPES[model_type], raw, config, raw.get("vision_config"))
+
+
+def check_model_type(raw: dict[str, Any], field: str = "model_type") -> str:
+    """That of a `config.json`. Raises `ValueError`, which calls it `field`, for one that is none of ours."""
+    found = raw.get("model_type")
+    if found not in MODEL_TYPES:
+        raise ValueError(f"{field}: expected one of {tuple(MODEL_TYPES)}, got {found!r}")
+    return found
 
 
 def _parts(raw: dict[str, Any]) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from ..adapters import add_lora, freeze_packed_experts, lora_targets
 from ..configuration.configuration_moe_lc import MoeLcConfig, MoeLcTextConfig
 from ..configuration.presets import load_multimodal_preset, load_preset, preset_names
-from ..conversion.layouts import MODEL_TYPES
+from ..conversion.layouts import check_model_type
 from ..modeling_moe_lc import MoeLcDecoderLayer, MoeLcForCausalLM
 from ..modeling_moe_lc_vl import MoeLcForConditionalGeneration
 from ..quantizer_mxfp4 import MoeLcMxfp4Config, make_room_for_packed_experts
@@ -72,9 +72,8 @@ def _check_base(base: str) -> None:
         is_adapter = (folder / "adapter_config.json").is_file()
         got = f"an adapter in {base} (`moe-lc merge BASE {base} OUT` makes a model)" if is_adapter else base
         raise ValueError(f"model.base: expected a folder with a config.json, got {got}")
-    found = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
-    if found not in MODEL_TYPES:
-        raise ValueError(f"model.base: expected a model_type of {tuple(MODEL_TYPES)}, got {found!r} in {base}")
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    check_model_type(raw, f"model.base: model_type of {base}")
 
 
 def _multimodal_config(base: str, overrides: dict[str, Any], vision: dict[str, Any]) -> MoeLcConfig:

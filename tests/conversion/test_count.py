@@ -57,4 +57,4 @@ def test_another_model_is_refused(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 64}')
     for command in ("count", "card"):
         assert main([command, str(tmp_path)]) == 2
-        assert "model_type: expected one of" in capsys.readouterr().err
+        assert "config.json: expected one of" in capsys.readouterr().err
